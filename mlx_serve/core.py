@@ -1,0 +1,213 @@
+"""The values that cross the borders between wire, text, engine and api.
+
+Data without behaviour: nothing here opens a socket, reads a clock or knows a model. Everything may import
+this module; it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Literal, TypeAlias
+
+FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
+Region: TypeAlias = Literal["content", "reasoning"]
+
+
+class ApiError(Exception):
+    """A request that is refused, or that failed, in OpenAI's terms.
+
+    ``status`` is the HTTP status; ``type``, ``param`` and ``code`` are the fields of OpenAI's error object
+    (https://platform.openai.com/docs/guides/error-codes). ``headers`` go out with the reply (Retry-After, Allow).
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",  # the contract's own word
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+
+class ClientGone(Exception):
+    """The client closed its connection; there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """One HTTP request, read whole, before anything looked into its body.
+
+    ``path`` is percent-decoded and without the query. ``headers`` has lower-case names; a repeated field is joined
+    with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects what the layers above want in this
+    request's log line (model, token counts, finish reason).
+    """
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+    request_id: str
+    alive: Callable[[], bool]
+    notes: MutableMapping[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """What goes back: a whole body, or an iterator whose every piece is written at once as it comes.
+
+    An iterator that has a ``close`` is closed when the reply ends, however it ends: that is how a generation is
+    cancelled.
+    """
+
+    status: int
+    body: bytes | Iterator[bytes]
+    content_type: str = "application/json"
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen, with mlx-lm's meaning of each field; penalties of 0 are off."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    repetition_penalty: float = 0.0
+    repetition_context_size: int = 20
+    presence_penalty: float = 0.0
+    presence_context_size: int = 20
+    frequency_penalty: float = 0.0
+    frequency_context_size: int = 20
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    n_draft_tokens: int = 3
+    # None: no log-probabilities wanted; k: those of the chosen token and of the k likeliest ones.
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and whether they end inside the model's reasoning (a template may open it itself)."""
+
+    tokens: tuple[int, ...]
+    in_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The job left the queue; ``cached_tokens`` of its prompt need no prefill."""
+
+    index: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. With ``finish`` set it is the last one; on "stop" it is the end token itself.
+
+    ``logprob`` and ``top_logprobs`` (pairs of token id and log-probability, falling) are there when asked for.
+    """
+
+    index: int
+    token: int
+    finish: Literal["stop", "length"] | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job ended without a result."""
+
+    index: int
+    error: ApiError
+
+
+Event: TypeAlias = Started | TokenEvent | Failed
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
+
+    The only value here that changes: ``cancelled`` is set once, by any thread, and read by the engine's.
+    """
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    index: int
+    events: SimpleQueue[Event]
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A generated token as text, with its log-probability and that of the likeliest ones in its place."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of one choice's answer (never empty, unless it only carries log-probabilities)."""
+
+    index: int
+    region: Region
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One whole tool call; ``arguments`` is JSON text."""
+
+    index: int
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of one choice, with what that choice alone cost."""
+
+    index: int
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """Nothing has come for a while; a stream says so to keep its connection open."""
+
+
+Delta: TypeAlias = Text | ToolCall | Finish | Beat
