@@ -1,0 +1,141 @@
+"""Who may ask: API keys, browser origins (CORS), host names.
+
+Functions over a policy and a request's headers; each answers with header fields or raises the ApiError to send.
+Must not know: sockets, routes, bodies. Nothing the client sent is repeated in a message.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from mlx_serve.core import ApiError
+
+Fields = tuple[tuple[str, str], ...]
+
+_ORIGIN = re.compile(r"(https?)://([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_BEARER = re.compile(r"bearer +(.+)", re.IGNORECASE)
+_FIELD_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_MAX_REQUESTED_FIELDS = 50
+_PREFLIGHT_MAX_AGE_S = 600
+
+
+@dataclass(frozen=True, slots=True)
+class AccessPolicy:
+    """Empty tuples: no key needed, no foreign origin let in, every host name taken (unless ``loopback_only``).
+
+    ``allowed_origins`` and ``allowed_hosts`` may be ("*",). A host without a port stands for every port.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    loopback_only: bool = True
+    open_paths: frozenset[str] = frozenset()
+
+
+def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, str], authority: str | None) -> None:
+    """Host, then origin, then key. A preflight carries no key: the browser sends it on its own (Fetch 3.2.2)."""
+    if not _host_allowed(policy, authority):
+        raise ApiError(403, "this host name is not allowed here", code="host_not_allowed")
+    origin = headers.get("origin")
+    if origin is not None and not (_origin_allowed(policy, origin) or _same_origin(origin, authority)):
+        raise ApiError(403, "this origin is not allowed here", code="origin_not_allowed")
+    if path not in policy.open_paths and not is_preflight(method, headers) and not _key_given(policy, headers):
+        raise ApiError(
+            401,
+            "a valid API key is required: Authorization: Bearer KEY",
+            code="invalid_api_key",
+            headers=(("WWW-Authenticate", "Bearer"),),
+        )
+
+
+def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
+    return method == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
+
+
+def cors_fields(policy: AccessPolicy, headers: Mapping[str, str]) -> Fields:
+    """What lets the page that asked read the reply; nothing for an origin that is not on the list."""
+    origin = headers.get("origin")
+    if origin is None or not _origin_allowed(policy, origin):
+        return ()
+    return (
+        ("Access-Control-Allow-Origin", origin),
+        ("Access-Control-Expose-Headers", "x-request-id, retry-after"),
+        ("Vary", "Origin"),
+    )
+
+
+def preflight_fields(policy: AccessPolicy, headers: Mapping[str, str], methods: Iterable[str]) -> Fields:
+    origin = headers.get("origin")
+    if origin is None or not _origin_allowed(policy, origin):
+        return ()
+    return (
+        ("Access-Control-Allow-Methods", ", ".join(methods)),
+        ("Access-Control-Allow-Headers", ", ".join(_allowed_fields(headers))),
+        ("Access-Control-Max-Age", str(_PREFLIGHT_MAX_AGE_S)),
+    )
+
+
+def _allowed_fields(headers: Mapping[str, str]) -> list[str]:
+    """Those asked for by name: "*" would not cover Authorization (Fetch 4.9)."""
+    asked = headers.get("access-control-request-headers", "").lower().split(",")[:_MAX_REQUESTED_FIELDS]
+    names = [name for part in asked if _FIELD_NAME.fullmatch(name := part.strip(" \t"))]
+    return list(dict.fromkeys(["authorization", "content-type", *names]))
+
+
+def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
+    if "*" in policy.allowed_origins:
+        return origin == "null" or _ORIGIN.fullmatch(origin) is not None
+    return origin in policy.allowed_origins
+
+
+def _same_origin(origin: str, authority: str | None) -> bool:
+    """Whether the page came from this server itself. Whether that name may be ours is the host check's affair."""
+    match = _ORIGIN.fullmatch(origin)
+    if match is None or authority is None:
+        return False
+    scheme, host, port = match.groups()
+    default = _DEFAULT_PORTS[scheme]
+    return (host + (port or default)).lower() == (authority + ("" if _port(authority) else default)).lower()
+
+
+def _host_allowed(policy: AccessPolicy, authority: str | None) -> bool:
+    """Against DNS rebinding: a page whose name an attacker points at 127.0.0.1 is "same-origin", but has his name.
+
+    No browser leaves the host out, so an HTTP/1.0 client without one may pass.
+    """
+    if authority is None or "*" in policy.allowed_hosts:
+        return True
+    authority = authority.lower()
+    host = authority.removesuffix(_port(authority))
+    if {authority, host} & {name.lower() for name in policy.allowed_hosts}:
+        return True
+    return _loopback(host) if policy.loopback_only else not policy.allowed_hosts
+
+
+def _port(authority: str) -> str:
+    match = re.search(r":[0-9]+$", authority)
+    return match[0] if match and not authority.endswith("]") else ""
+
+
+def _loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _key_given(policy: AccessPolicy, headers: Mapping[str, str]) -> bool:
+    """All keys are compared, each in constant time: neither which key nor how much of it fitted shows in the time."""
+    bearer = _BEARER.fullmatch(headers.get("authorization", ""))
+    # Header text is latin-1, byte for byte; a key is configured as text and travels as UTF-8.
+    given = [text.encode("latin-1") for text in (bearer[1] if bearer else None, headers.get("x-api-key")) if text]
+    fits = [hmac.compare_digest(raw, key.encode()) for raw in given for key in policy.api_keys]
+    return not policy.api_keys or any(fits)

@@ -1,0 +1,85 @@
+"""Whether a request is let in, judged by its head alone: before its body is read, and before 100 Continue.
+
+A function over values; must not know sockets or bodies.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mlx_serve.core import ApiError, Response
+from mlx_serve.wire import access
+from mlx_serve.wire.framing import Head
+from mlx_serve.wire.options import Application
+
+# Case-sensitive (RFC 9110 9.1). Not TRACE: it would send a proxy's added fields, keys too, back to a page.
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+
+# Media types that can only be a mistake. No list of the right ones: clients send JSON as form data (curl
+# --data-binary), as text, and with no type at all.
+_NOT_JSON = re.compile(
+    r"(?:multipart|image|audio|video|font|message)/.*|text/(?!plain$|json$).*|.*[/+]xml|application/(?:zip|gzip|pdf)"
+)
+
+
+def admit(application: Application, policy: access.AccessPolicy, head: Head, draining: bool) -> Response | None:
+    """None: read the body and run it. A Response: this is the answer already. Raises ApiError to refuse.
+
+    The order decides which fault is told: nobody learns about routes who may not ask at all.
+    """
+    # 1. Host, Origin, key.
+    access.check(policy, head.method, head.path, head.headers, head.authority)
+    # 2. Shutting down. Health checks are still answered, or the truth could not be told.
+    if draining and head.path not in policy.open_paths:
+        raise unavailable("the server is shutting down", code="draining")
+    # 3. Methods nobody has (RFC 9110 15.6.2).
+    if head.method not in _METHODS:
+        raise ApiError(501, "this method is not implemented", code="method_not_supported")
+    # 4. The route; "*" stands for the whole server (RFC 9110 9.3.7).
+    methods = _methods(application, head.path)
+    if not methods:
+        raise ApiError(404, "no such route")
+    if head.method == "OPTIONS":
+        return _options(policy, head, methods)
+    # 5. Its methods.
+    if head.method not in methods:
+        allow = (("Allow", ", ".join(methods)),)
+        raise ApiError(405, "this route does not have this method", code="method_not_supported", headers=allow)
+    # 6. The kind of content.
+    _check_content(head)
+    return None
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    return ApiError(503, message, type="server_error", code=code, headers=(("Retry-After", "5"),))
+
+
+def check_expectation(head: Head) -> None:
+    """RFC 9110 10.1.1: 417 to any expectation but 100-continue."""
+    if head.expect not in (None, "100-continue"):
+        raise ApiError(417, "the only expectation met is 100-continue (RFC 9110 10.1.1)")
+
+
+def _methods(application: Application, path: str) -> list[str]:
+    known = set(_METHODS) if path == "*" else set(application.methods(path))
+    if not known:
+        return []
+    # RFC 9110 9.1: HEAD wherever there is GET.
+    return sorted(known | {"OPTIONS"} | ({"HEAD"} if "GET" in known else set()))
+
+
+def _options(policy: access.AccessPolicy, head: Head, methods: list[str]) -> Response:
+    fields: access.Fields = (("Allow", ", ".join(methods)),)
+    if access.is_preflight(head.method, head.headers):
+        fields += access.preflight_fields(policy, head.headers, methods)
+    return Response(204, b"", headers=fields)
+
+
+def _check_content(head: Head) -> None:
+    if head.body in (None, 0):
+        return
+    media_type = head.headers.get("content-type", "").partition(";")[0].strip(" \t").lower()
+    if _NOT_JSON.fullmatch(media_type):
+        raise ApiError(415, "the request body must be JSON", code="unsupported_media_type")
+    if head.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
+        raise ApiError(415, "the request body must not be compressed", code="unsupported_content_encoding")

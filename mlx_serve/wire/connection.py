@@ -1,0 +1,119 @@
+"""One connection, on its thread: TLS handshake, then one request after another until it ends.
+
+    handle
+        handshake
+        handle_one_request, again and again
+            wait for a first byte             idle: may be hung up by a drain, or to make room
+            receive_head                      under the head's deadline
+            Exchange.run                      running: a drain waits for it
+    finish                                    lingering close
+
+A BaseHTTPRequestHandler whose own header parser is not used: it drops a Content-Length behind a line without a colon,
+takes the last of two, and bare line feeds. Command, path and headers are set from a head that framing.py has judged.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from email.message import Message
+from http.server import BaseHTTPRequestHandler
+from socketserver import BaseServer
+
+from mlx_serve.core import ClientGone
+from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.exchange import Exchange, Setting
+from mlx_serve.wire.framing import Head, Refusal
+from mlx_serve.wire.intake import receive_head
+from mlx_serve.wire.roster import Roster
+
+_log = logging.getLogger("mlx_serve.wire")
+
+
+class Connection(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(
+        self, sock: socket.socket, client: tuple[str, int], server: BaseServer, setting: Setting, roster: Roster
+    ) -> None:
+        self._sock = sock
+        self._setting = setting
+        self._roster = roster
+        self._channel = Channel(sock, setting.options.write_timeout_s)
+        self._n_requests = 0
+        self._linger = False
+        # Serves the connection from here to its end.
+        super().__init__(sock, client, server)
+
+    def setup(self) -> None:
+        """Nothing: the channel stands in for rfile and wfile."""
+
+    def handle(self) -> None:
+        try:
+            self._channel.handshake(self._setting.options.head_timeout_s)
+        except OSError as error:  # a client that does not speak TLS, or too slowly
+            _log.debug("TLS handshake with %s failed: %s", self.address_string(), type(error).__name__)
+        else:
+            super().handle()
+
+    def handle_one_request(self) -> None:
+        self.close_connection = True
+        asked = self._receive()
+        if asked is None:
+            return
+        if isinstance(asked, Head):
+            self._adopt(asked)
+        self._roster.begin(self._sock)
+        try:
+            ending = Exchange(self._setting, self._channel, self._client(), asked).run()
+        finally:
+            self._roster.end()
+        self.close_connection = ending != "kept"
+        self._linger = ending == "closed"
+
+    def finish(self) -> None:
+        if self._linger:
+            options = self._setting.options
+            self._channel.finish(options.linger_s, options.limits.max_body_bytes)
+
+    def address_string(self) -> str:
+        return self.client_address[0]
+
+    def log_message(self, format: str, *args: object) -> None:
+        _log.debug(format, *args)
+
+    def _receive(self) -> Head | Refusal | None:
+        options = self._setting.options
+        try:
+            raw = self._first_bytes()
+            deadline = time.monotonic() + options.head_timeout_s
+            return receive_head(self._channel, options.limits, raw, deadline) if raw else None
+        except (TimeoutError, ClientGone):
+            return None
+        finally:
+            self._n_requests += 1
+
+    def _first_bytes(self) -> bytes:
+        """Waits for a request: a fresh connection is to send one soon, a kept one may rest."""
+        options = self._setting.options
+        wait_s = options.idle_timeout_s if self._n_requests else options.head_timeout_s
+        # Pipelined bytes are a request that is already here.
+        if self._n_requests and not self._channel.leftover and not self._roster.rest(self._sock):
+            return b""
+        raw = self._channel.read(time.monotonic() + wait_s)
+        self._roster.wake(self._sock)
+        return raw
+
+    def _adopt(self, head: Head) -> None:
+        self.command = head.method
+        self.path = head.path
+        self.request_version = head.version
+        self.requestline = f"{head.method} {head.target} {head.version}"
+        self.headers = Message()
+        for name, value in head.headers.items():
+            self.headers[name] = value
+
+    def _client(self) -> str:
+        host, port = self.client_address[:2]
+        return f"{host}:{port}" if port else host

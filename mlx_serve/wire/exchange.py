@@ -1,0 +1,230 @@
+"""One request and its reply: let it in, read its body, run it, send the answer, write the log line.
+
+    Exchange.run
+        a Refusal instead of a head          -> its status, close
+        admission.admit                      -> a refusal or an answer that needs no body
+        receive_body                         -> 413, 417, 100 Continue, the bytes
+        application(RawRequest)              -> Response
+        Reply.send                           -> whole, or a stream whose client is asked after before each piece
+
+The ways it can end: answered, and kept or closed; refused with the body unread, closed after lingering; client gone
+(499 in the log); a stream broken off (closed without its last chunk, so that the client can tell).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from mlx_serve.core import ApiError, ClientGone, RawRequest, Response
+from mlx_serve.wire import access
+from mlx_serve.wire.admission import admit, check_expectation
+from mlx_serve.wire.body import LengthBody, body_decoder
+from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.framing import Head, Refusal
+from mlx_serve.wire.intake import receive_body
+from mlx_serve.wire.log import RequestLog, log_request
+from mlx_serve.wire.options import Application, ServerOptions
+from mlx_serve.wire.reply import Fields, Manner, Reply
+
+# Kept: the next byte begins a request. Gone: there is nobody to be polite to.
+Ending: TypeAlias = Literal["kept", "closed", "gone"]
+
+_log = logging.getLogger("mlx_serve.wire")
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+# Up to this size a refused body is read, so that the connection can be kept.
+_MAX_DISCARD_BYTES = 64 * 1024
+_MAX_PROBES = 2
+_PROBE_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all exchanges of a server share."""
+
+    options: ServerOptions
+    application: Application
+    draining: Callable[[], bool]
+
+
+class Exchange:
+    def __init__(self, setting: Setting, channel: Channel, client: str, asked: Head | Refusal) -> None:
+        self._started = time.monotonic()
+        self._setting = setting
+        self._channel = channel
+        self._client = client
+        self._asked = asked
+        self._head = asked if isinstance(asked, Head) else None
+        self._request_id = _request_id(self._head)
+        self._reply = Reply(channel, self.alive)
+        self._notes: dict[str, str | int] = {}
+        self._n_written_before = channel.n_written
+        self._n_body = 0
+        # Where the body ends is known and it has been read up to there: the next byte begins a request.
+        self._in_step = self._head is not None and self._head.body in (None, 0)
+        self._kept = False
+        self._n_probes = 0
+        self._probed_at = 0.0
+
+    def run(self) -> Ending:
+        status = 0
+        try:
+            self._answer()
+        except ClientGone as gone:
+            self._note("gone", str(gone))
+            status = 499
+        except Exception:  # noqa: BLE001  # the request boundary: nothing that a request causes goes further
+            _log.exception("request %s failed", self._request_id)
+            self._fail()
+        finally:
+            self._write_log(status or self._reply.status)
+        if status:
+            return "gone"
+        return "kept" if self._kept else "closed"
+
+    def alive(self) -> bool:
+        """Whether the client may still read. To be called on the thread of the request."""
+        peer = self._channel.peer()
+        if peer == "gone":
+            return False
+        # After the head, an end of the client's sending says nothing: the next write will.
+        if peer == "open" or self._reply.head_sent:
+            return True
+        if self._head is None or self._head.version == "HTTP/1.0":
+            return False
+        return self._probe()
+
+    def _probe(self) -> bool:
+        """The client has ended its sending: it may have closed, or wait for the reply with its side shut (both look
+        the same). An interim response, which RFC 9110 15.2 lets us send at any time, tells: a closed socket
+        answers it with a reset. A second one, a while later, fails where the system does not report the reset.
+        """
+        now = time.monotonic()
+        if self._n_probes < _MAX_PROBES and now - self._probed_at >= _PROBE_EVERY_S:
+            self._n_probes += 1
+            self._probed_at = now
+            with suppress(ClientGone):  # the channel remembers
+                self._channel.write(_CONTINUE)
+        return self._channel.peer() != "gone"
+
+    def _answer(self) -> None:
+        try:
+            self._send(self._respond())
+        except (ApiError, Refusal) as error:
+            # Once the head is out there is no place for another status.
+            if self._reply.head_sent:
+                raise
+            self._send(self._error(self._noted(error)))
+
+    def _noted(self, error: ApiError | Refusal) -> ApiError:
+        """Of an ApiError the log has no message: it may repeat a part of the body."""
+        if isinstance(error, ApiError):
+            self._note("error", error.code or error.type)
+            return error
+        self._note("refused", error.message)
+        return ApiError(error.status, error.message, code="request_too_large" if error.status == 413 else None)
+
+    def _respond(self) -> Response:
+        if isinstance(self._asked, Refusal):
+            raise self._asked
+        head, setting = self._asked, self._setting
+        try:
+            answer = admit(setting.application, setting.options.access, head, setting.draining())
+        except ApiError:
+            self._discard_body(head)
+            raise
+        if answer is not None:
+            self._discard_body(head)
+            return answer
+        return setting.application(self._request(head, self._receive_body(head)))
+
+    def _request(self, head: Head, body: bytes) -> RawRequest:
+        method = "GET" if head.method == "HEAD" else head.method
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+
+    def _receive_body(self, head: Head) -> bytes:
+        options = self._setting.options
+        decoder = body_decoder(head, options.limits)
+        check_expectation(head)
+        if self._in_step:
+            return b""
+        # Just before the body is read, and not when it is already coming (RFC 9110 10.1.1).
+        if head.expect is not None and not self._channel.leftover:
+            self._channel.write(_CONTINUE)
+        body = receive_body(self._channel, decoder, options, options.body_timeout_s)
+        self._in_step = True
+        self._n_body = len(body)
+        return body
+
+    def _discard_body(self, head: Head) -> None:
+        """Reads the body of a request that is refused, if that is cheap and sure; else the connection will close."""
+        if self._in_step or not isinstance(head.body, int) or head.body > _MAX_DISCARD_BYTES or head.expect is not None:
+            return
+        options = self._setting.options
+        try:
+            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s)
+            self._in_step = True
+        except Refusal as refusal:
+            self._note("discard", refusal.message)
+
+    def _send(self, response: Response) -> None:
+        keep = self._head is not None and self._head.keep_alive and self._in_step and not self._setting.draining()
+        self._kept = self._reply.send(response, self._fields(), Manner.of(self._head, keep))
+
+    def _fields(self) -> Fields:
+        options = self._setting.options
+        ms = int((time.monotonic() - self._started) * 1000)
+        own = (("Server", options.server_name), ("x-request-id", self._request_id), ("openai-processing-ms", str(ms)))
+        return own + (access.cors_fields(options.access, self._head.headers) if self._head else ())
+
+    def _fail(self) -> None:
+        if self._reply.head_sent:
+            # Closing without the last chunk is how the client learns that the stream is not whole (RFC 9112 8).
+            self._kept = False
+            self._note("broken", "the stream failed")
+            return
+        with suppress(ClientGone):  # the failure is in the log; that nobody waits for its status is no other one
+            message = f"internal error, request id {self._request_id}"
+            self._send(self._error(ApiError(500, message, type="server_error")))
+
+    def _error(self, error: ApiError) -> Response:
+        """The application's words, with the header fields of the error if it left them out."""
+        response = self._setting.application.error(error)
+        there = {name.lower() for name, _ in response.headers}
+        missing = tuple(field for field in error.headers if field[0].lower() not in there)
+        return replace(response, headers=response.headers + missing)
+
+    def _note(self, name: str, text: str) -> None:
+        self._notes[name] = text
+
+    def _write_log(self, status: int) -> None:
+        entry = RequestLog(
+            method=self._head.method if self._head else "-",
+            path=self._head.path if self._head else "-",
+            status=status,
+            bytes_in=self._n_body,
+            bytes_out=self._channel.n_written - self._n_written_before,
+            ms=(time.monotonic() - self._started) * 1000,
+            id=self._request_id,
+            client=self._client,
+            notes=self._notes,
+        )
+        log_request(entry, self._setting.options.log_format)
+
+
+def new_request_id() -> str:
+    return f"req_{uuid.uuid4().hex}"
+
+
+def _request_id(head: Head | None) -> str:
+    """The client's, if it can stand in a header and a log; its own log lines then find ours."""
+    given = head.headers.get("x-request-id", "") if head else ""
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()

@@ -1,0 +1,59 @@
+"""Heads and bodies off a channel, under deadlines: where the sans-IO readers meet the clock.
+
+Must not know routes or replies.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from mlx_serve.wire.body import BodyDecoder
+from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.framing import FramingLimits, Head, HeadReader, Refusal
+from mlx_serve.wire.options import ServerOptions
+
+
+def receive_head(channel: Channel, limits: FramingLimits, raw: bytes, deadline: float) -> Head | Refusal | None:
+    """``raw`` is its beginning. None: the client ended without having begun a request."""
+    reader = HeadReader(limits)
+    try:
+        while (head := reader.feed(raw)) is None:
+            if not (raw := channel.read(deadline)):
+                return Refusal(400, "the connection ended inside the request head") if reader.begun else None
+    except TimeoutError:
+        return Refusal(408, "the request head took too long") if reader.begun else None
+    except Refusal as refusal:
+        return refusal
+    channel.leftover = reader.leftover
+    return head
+
+
+def receive_body(channel: Channel, decoder: BodyDecoder, options: ServerOptions, timeout_s: float) -> bytes:
+    started = time.monotonic()
+    body = bytearray()
+    n_received = 0
+    while True:
+        raw = _read(channel, started + min(timeout_s, _patience_s(options, n_received)))
+        if not raw:
+            raise Refusal(400, "the connection ended inside the request body (RFC 9112 8)")
+        n_received += len(raw)
+        fed = decoder.feed(raw)
+        body += fed.body
+        if fed.leftover is not None:
+            channel.leftover = fed.leftover
+            return bytes(body)
+
+
+def _patience_s(options: ServerOptions, n_received: int) -> float:
+    """How long an upload of so many bytes may have taken; each byte buys the time that the slowest rate gives it."""
+    if options.body_min_bytes_per_s <= 0:
+        return math.inf
+    return options.head_timeout_s + n_received / options.body_min_bytes_per_s
+
+
+def _read(channel: Channel, deadline: float) -> bytes:
+    try:
+        return channel.read(deadline)
+    except TimeoutError:
+        raise Refusal(408, "the request body took too long") from None

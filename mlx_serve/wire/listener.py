@@ -1,0 +1,204 @@
+"""The accept loop: a thread for each connection, a short 503 to those beyond the limit.
+
+It never waits for a client: handshakes and replies happen on the connections' threads, and a connection that is
+turned away is written to only as far as the system takes it at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from mlx_serve.wire import sockets
+from mlx_serve.wire.channel import hang_up
+from mlx_serve.wire.connection import Connection
+from mlx_serve.wire.exchange import Setting
+from mlx_serve.wire.roster import Roster
+
+_log = logging.getLogger("mlx_serve.wire")
+
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_UNIX_CLIENT = ("unix", 0)
+
+
+class Doorstep:
+    """Connections that were turned away. They stay for a moment, so that the client reads why, and are then closed."""
+
+    _MAX = 64
+
+    def __init__(self, stay_s: float) -> None:
+        self._stay_s = stay_s
+        self._turned_away: deque[tuple[float, socket.socket]] = deque()
+
+    def turn_away(self, sock: socket.socket, reply: bytes) -> None:
+        with suppress(OSError):  # gone already, or not taking it: it is closed below all the same
+            sock.setblocking(False)
+            if reply:
+                sock.send(reply)
+        hang_up(sock, socket.SHUT_WR)
+        self._turned_away.append((time.monotonic() + self._stay_s, sock))
+        if len(self._turned_away) > self._MAX:
+            self._close(self._turned_away.popleft()[1])
+
+    def sweep(self) -> float | None:
+        """Closes those whose time is up; the seconds to the next one."""
+        now = time.monotonic()
+        while self._turned_away and self._turned_away[0][0] <= now:
+            self._close(self._turned_away.popleft()[1])
+        return self._turned_away[0][0] - now if self._turned_away else None
+
+    def clear(self) -> None:
+        while self._turned_away:
+            self._close(self._turned_away.popleft()[1])
+
+    @staticmethod
+    def _close(sock: socket.socket) -> None:
+        with suppress(OSError):  # what the client sent is read, or closing would reset the reply
+            socket.socket.recv(sock, 64 * 1024)
+        sock.close()
+
+
+class Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    # The roster knows the threads, and joins them with a time limit.
+    block_on_close = False
+    allow_reuse_port = False
+
+    def __init__(self, setting: Setting, roster: Roster, full: Callable[[], bytes]) -> None:
+        options = setting.options
+        self._setting = setting
+        self._roster = roster
+        self._full = full
+        self._tls = sockets.tls_context(options.tls_cert, options.tls_key) if options.tls_cert else None
+        self._doorstep = Doorstep(options.linger_s)
+        self._stopping = threading.Event()
+        self._not_serving = threading.Event()
+        self._not_serving.set()
+        self._loop: threading.Thread | None = None
+        self._uds_inode: tuple[int, int] | None = None
+        self.address_family = socket.AF_UNIX if options.uds else sockets.family_of(options.address)
+        self.request_queue_size = options.backlog
+        # finish_request makes the Connections, which take more than the server hands a handler.
+        super().__init__(options.address, BaseHTTPRequestHandler, bind_and_activate=False)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        try:
+            self.server_bind()
+            self.server_activate()
+        except OSError:
+            self.server_close()
+            raise
+
+    def server_bind(self) -> None:
+        """Without HTTPServer's look-up of the host's full name, which can take long and is used nowhere."""
+        options = self._setting.options
+        if options.uds:
+            sockets.bind_uds(self.socket, options.uds)
+            self._uds_inode = sockets.inode_of(options.uds)
+        else:
+            sockets.bind_tcp(self.socket, options.address)
+            self.server_address = self.socket.getsockname()
+        # A client that resets between select and accept would else block the loop.
+        self.socket.setblocking(False)
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        """Returns after ``stop``. Woken by events alone, so ``poll_interval`` has no meaning here."""
+        self._loop = threading.current_thread()
+        self._not_serving.clear()
+        try:
+            # Asked after the line above, or a stop in between would close the socket under the loop.
+            if self._stopping.is_set():
+                return
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.socket, selectors.EVENT_READ)
+                selector.register(self._wake_reader, selectors.EVENT_READ)
+                while not self._stopping.is_set():
+                    selector.select(self._doorstep.sweep())
+                    if not self._stopping.is_set():
+                        self._accept()
+        finally:
+            self._not_serving.set()
+
+    def stop(self) -> None:
+        if self._loop is threading.current_thread() and not self._not_serving.is_set():
+            raise RuntimeError("the accept loop cannot wait for its own end")
+        self._stopping.set()
+        with suppress(OSError):  # closed: then there is no loop to wake
+            self._wake_writer.send(b"x")
+        self._not_serving.wait()
+
+    def server_close(self) -> None:
+        super().server_close()
+        self._doorstep.clear()
+        self._wake_reader.close()
+        self._wake_writer.close()
+        self._remove_uds()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        sock, client = self.socket.accept()
+        # Some systems pass the listener's non-blocking mode on.
+        sock.setblocking(True)
+        if sock.family == socket.AF_UNIX:
+            client = _UNIX_CLIENT
+        else:
+            sockets.tune(sock)
+        if self._tls is not None:
+            # The handshake is the connection's own affair: here it would hold up everybody.
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        return sock, client
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        thread = threading.Thread(
+            target=self.process_request_thread, args=(request, client_address), name="http-connection", daemon=True
+        )
+        if not self._roster.enter(request, thread):
+            # Under TLS nothing can be said before the handshake.
+            self._doorstep.turn_away(request, b"" if self._tls else self._full())
+            return
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads to be had
+            _log.warning("no thread for a connection: closing it")
+            self.shutdown_request(request)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        Connection(request, client_address, self, self._setting, self._roster)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Off the roster first: nobody may hang up a descriptor that is somebody else's by now."""
+        self._roster.leave(request)
+        with suppress(OSError):  # the descriptor is given back even when closing reports an error
+            request.close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        _log.exception("a connection failed")
+
+    def _accept(self) -> None:
+        try:
+            request, client = self.get_request()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            _log.debug("accept failed: %s", type(error).__name__)
+            # The connection stays in the queue and the loop would spin.
+            if error.errno in _OUT_OF_RESOURCES:
+                _log.warning("no file descriptors for a connection: waiting")
+                self._stopping.wait(0.1)
+            return
+        self.process_request(request, client)
+
+    def _remove_uds(self) -> None:
+        path, inode = self._setting.options.uds, self._uds_inode
+        with suppress(FileNotFoundError):  # somebody has tidied up
+            # Not if another server has taken the place.
+            if path and inode and sockets.inode_of(path) == inode:
+                os.unlink(path)

@@ -1,0 +1,49 @@
+"""What the operator sets for the HTTP side, and what the HTTP side asks of the application behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from mlx_serve.core import ApiError, RawRequest, Response
+from mlx_serve.wire.access import AccessPolicy
+from mlx_serve.wire.framing import FramingLimits
+
+
+class Application(Protocol):
+    """Routes and answers. HEAD reaches it as GET; OPTIONS, and methods a path does not have, never reach it."""
+
+    def methods(self, path: str) -> frozenset[str]:
+        """The methods of this path; empty: there is no such route."""
+
+    def __call__(self, request: RawRequest) -> Response: ...
+
+    def error(self, err: ApiError) -> Response: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """``uds``, the path of a Unix socket, takes the place of ``address``. Times are in seconds."""
+
+    address: tuple[str, int] = ("127.0.0.1", 8080)
+    uds: str | None = None
+    limits: FramingLimits = field(default_factory=FramingLimits)
+    access: AccessPolicy = field(default_factory=AccessPolicy)
+    # A whole head (and TLS handshake); a whole body; and the slowest upload that is waited for once
+    # ``head_timeout_s`` has passed, or a byte now and then would hold a thread for the whole of ``body_timeout_s``.
+    head_timeout_s: float = 20.0
+    body_timeout_s: float = 300.0
+    # 0: however slow.
+    body_min_bytes_per_s: int = 256
+    # Longer than routers keep idle upstream connections (90 s), so that it is they who close.
+    idle_timeout_s: float = 600.0
+    # A client that takes nothing for so long is cut.
+    write_timeout_s: float = 60.0
+    # How long a client may go on sending after a refusal, so that it reads the reply instead of a reset.
+    linger_s: float = 2.0
+    max_connections: int = 512
+    backlog: int = 1024
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    server_name: str = "mlx-serve"
+    log_format: Literal["text", "json"] = "text"

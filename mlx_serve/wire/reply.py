@@ -1,0 +1,132 @@
+"""Responses into bytes: status line, header fields, and the body whole, chunked, or until the connection closes.
+
+Knows how a reply is framed (RFC 9112 6) and that its iterator is closed however it ends; must not know where the
+response came from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+
+from mlx_serve.core import ClientGone, Response
+from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.framing import Head
+
+Fields = tuple[tuple[str, str], ...]
+
+_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+# No CR, LF or other control byte: a value that ends its line could begin a second reply (RFC 9112 11.1).
+_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+_NO_BODY = frozenset({204, 304})
+_LAST_CHUNK = b"0\r\n\r\n"
+_STREAM_FIELDS: Fields = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a request wants its reply: HEAD no body, HTTP/1.0 no chunks, and what becomes of the connection after it."""
+
+    is_head: bool = False
+    http_1_0: bool = False
+    keep: bool = False
+
+    @classmethod
+    def of(cls, head: Head | None, keep: bool) -> Manner:
+        if head is None:
+            return cls()
+        return cls(is_head=head.method == "HEAD", http_1_0=head.version == "HTTP/1.0", keep=keep)
+
+
+def head_bytes(status: int, fields: Fields) -> bytes:
+    lines = [f"HTTP/1.1 {status} {_phrase(status)}", f"Date: {formatdate(usegmt=True)}"]
+    for name, value in fields:
+        if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
+            raise ValueError("a reply's header field would break its line")
+        lines.append(f"{name}: {value}")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return ""
+
+
+def whole(response: Response, body: bytes, fields: Fields, manner: Manner) -> bytes:
+    """Head and body in one piece: in two, the second would wait for the first one's acknowledgement."""
+    # RFC 9110 8.6: no Content-Length with 204; and what HEAD is told is the length that GET would have.
+    length: Fields = () if response.status in _NO_BODY else (("Content-Length", str(len(body))),)
+    head = head_bytes(response.status, _described(response) + fields + length + _connection(manner))
+    return head if manner.is_head or response.status in _NO_BODY else head + body
+
+
+def _described(response: Response) -> Fields:
+    content_type: Fields = () if response.status in _NO_BODY else (("Content-Type", response.content_type),)
+    streamed = response.content_type.startswith("text/event-stream")
+    return content_type + response.headers + (_STREAM_FIELDS if streamed else ())
+
+
+def _connection(manner: Manner) -> Fields:
+    if not manner.keep:
+        return (("Connection", "close"),)
+    # RFC 9112 9.3: to HTTP/1.0 persistence has to be said.
+    return (("Connection", "keep-alive"),) if manner.http_1_0 else ()
+
+
+class Reply:
+    """Sends one response. ``head_sent`` tells whether another one could still take its place."""
+
+    def __init__(self, channel: Channel, alive: Callable[[], bool]) -> None:
+        self._channel = channel
+        self._alive = alive
+        self.head_sent = False
+        self.status = 0
+
+    def send(self, response: Response, fields: Fields, manner: Manner) -> bool:
+        """Whether the connection may be kept after it."""
+        if isinstance(response.body, bytes):
+            self._write(response.status, whole(response, response.body, fields, manner))
+            return manner.keep
+        try:
+            return self._stream(response, response.body, fields, manner)
+        finally:
+            # Closing is cancelling, whatever happened above.
+            if close := getattr(response.body, "close", None):
+                close()
+
+    def _stream(self, response: Response, pieces: Iterator[bytes], fields: Fields, manner: Manner) -> bool:
+        # HTTP/1.0 has no chunks: there the end of the connection ends the body (RFC 9112 6.3).
+        chunked = not manner.http_1_0
+        if not chunked:
+            manner = Manner(manner.is_head, manner.http_1_0, keep=False)
+        coding: Fields = (("Transfer-Encoding", "chunked"),) if chunked else ()
+        unsent = head_bytes(response.status, _described(response) + fields + coding + _connection(manner))
+        if manner.is_head:
+            self._write(response.status, unsent)
+            return manner.keep
+        # The first piece goes with the head: until it is there, a failure still gets its own status.
+        for piece in pieces:
+            # The first write after a hang-up still succeeds: ask before each.
+            if not self._alive():
+                raise ClientGone("hung up during the stream")
+            # An empty chunk would end the body.
+            if piece:
+                self._write(response.status, unsent + (_chunk(piece) if chunked else piece))
+                unsent = b""
+        self._write(response.status, unsent + (_LAST_CHUNK if chunked else b""))
+        return manner.keep
+
+    def _write(self, status: int, raw: bytes) -> None:
+        if raw:
+            self.head_sent = True
+            self.status = status
+            self._channel.write(raw)
+
+
+def _chunk(piece: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(piece), piece)

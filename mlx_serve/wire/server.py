@@ -1,0 +1,69 @@
+"""The HTTP server as its owner sees it: bind, serve, drain, close.
+
+Server                        this file
+  Listener                    accept loop, a thread per connection
+    Connection                one request after another
+      Exchange                one request: admission -> body -> application -> reply
+  Roster                      who is connected, what runs
+"""
+
+from __future__ import annotations
+
+import logging
+
+from mlx_serve.wire.admission import unavailable
+from mlx_serve.wire.exchange import Setting, new_request_id
+from mlx_serve.wire.listener import Listener
+from mlx_serve.wire.options import Application, ServerOptions
+from mlx_serve.wire.reply import Manner, whole
+from mlx_serve.wire.roster import Roster
+
+_log = logging.getLogger("mlx_serve.wire")
+
+
+class Server:
+    """Bound once constructed; OSError if that fails. Methods may be called from any thread, but ``close`` not from the
+    one in ``serve_forever`` (so not from its signal handlers either): it waits for it.
+    """
+
+    def __init__(self, application: Application, options: ServerOptions) -> None:
+        self._application = application
+        self._options = options
+        self._roster = Roster(options.max_connections)
+        self._setting = Setting(options, application, lambda: self._roster.draining)
+        self._listener = Listener(self._setting, self._roster, self._full)
+
+    @property
+    def address(self) -> tuple[str, int] | str:
+        """Host and port, with the port that was given for 0; or the path of the Unix socket."""
+        if self._options.uds:
+            return self._options.uds
+        host, port = self._listener.server_address[:2]
+        return str(host), int(port)
+
+    @property
+    def n_connections(self) -> int:
+        return self._roster.n_connections
+
+    def serve_forever(self) -> None:
+        """Returns after ``close``."""
+        self._listener.serve_forever()
+
+    def drain(self, timeout_s: float) -> bool:
+        """New requests get 503 from now on, idle connections are closed. Whether all running ones came to their end."""
+        return self._roster.drain(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Ends everything: a request that still runs finds its client gone. No socket and no file is left."""
+        self._listener.stop()
+        self._listener.server_close()
+        self._roster.hang_up_all()
+        if not self._roster.join(timeout_s):
+            _log.warning("a request did not end within %s s of its connection", timeout_s)
+
+    def _full(self) -> bytes:
+        error = unavailable("too many connections", code="too_many_connections")
+        response = self._application.error(error)
+        body = response.body if isinstance(response.body, bytes) else b""
+        fields = (("Server", self._options.server_name), ("x-request-id", new_request_id()), *error.headers)
+        return whole(response, body, fields, Manner())

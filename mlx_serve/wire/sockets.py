@@ -1,0 +1,70 @@
+"""Listening sockets, TCP and Unix, the options of accepted ones, and TLS. Must not know HTTP."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import stat
+from contextlib import closing
+
+# A dead peer that never sent a reset is found out after about two minutes.
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPALIVE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+
+
+def family_of(address: tuple[str, int]) -> socket.AddressFamily:
+    host, port = address
+    return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+
+
+def bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
+    # A restart must not wait for the connections of the last run to be forgotten.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sock.family == socket.AF_INET6 and address[0] == "::":
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.bind(address)
+
+
+def bind_uds(sock: socket.socket, path: str) -> None:
+    _remove_stale(path)
+    # A later chmod would leave it open to everybody for a moment.
+    mask = os.umask(0o177)
+    try:
+        sock.bind(path)
+    finally:
+        os.umask(mask)
+
+
+def _remove_stale(path: str) -> None:
+    """Of a run that was killed: a socket on which nobody accepts. Anything else is left, and bind will say so."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def inode_of(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
+
+
+def tune(sock: socket.socket) -> None:
+    """For an accepted TCP socket: events go out at once, dead peers are noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def tls_context(cert: str, key: str | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert, key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
