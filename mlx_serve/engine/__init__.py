@@ -1,0 +1,1 @@
+"""Token ids in, token ids out: the scheduler, the one MLX thread, caches. Knows no text and no HTTP."""

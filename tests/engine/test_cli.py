@@ -1,0 +1,126 @@
+"""The command as a user runs it: start-up errors, the ready line, signals."""
+
+import http.client
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from tinymodel import write_model
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextmanager
+def command(*args, **environ):
+    """The running command; it is ended when the block is left."""
+    import os
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlx_serve", *map(str, args)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environ},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stderr.close()
+
+
+def ready(process):
+    """The ready line, and the port in it."""
+    for line in process.stderr:
+        if "ready:" in line:
+            return line, int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)[1])
+    raise AssertionError("it ended before it was ready")
+
+
+def ask(port, path="/v1/completions", **fields):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    try:
+        connection.request("POST", path, json.dumps({"prompt": "abc", "max_tokens": 3, **fields}))
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def test_it_serves_and_says_what_and_where_and_ends_cleanly(model):
+    with command("--model", model, "--port", 0, "--max-queue", 7) as process:
+        line, port = ready(process)
+        assert "tiny" in line
+        assert "context 512" in line
+        assert "queue 7" in line
+        status, body = ask(port)
+        assert (status, body["model"], body["usage"]["completion_tokens"]) == (200, "tiny", 3)
+        assert ask(port, model=str(model))[0] == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_ctrl_c_ends_it_cleanly(model):
+    with command("--model", model, "--port", 0) as process:
+        ready(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE_S) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_model_directory_serves_what_a_request_names(model):
+    with command("--port", 0, MLX_MODEL_PATH=str(model.parent)) as process:
+        _, port = ready(process)
+        assert ask(port, model="tiny")[0] == 200
+        assert ask(port, model="../tiny")[1]["error"]["code"] == "model_not_found"
+        assert ask(port)[1]["error"]["code"] == "model_not_found"
+
+
+def test_served_names_take_the_place_of_the_directory_s(model):
+    with command("--model", model, "--port", 0, "--served-model-name", "a", "b") as process:
+        _, port = ready(process)
+        assert ask(port, model="a")[1]["model"] == "a"
+        assert ask(port, model="b")[1]["model"] == "a"
+        assert ask(port, model="tiny")[0] == 404
+
+
+def refused(*args):
+    with command(*args) as process:
+        _, text = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 1
+        lines = [line for line in text.splitlines() if line.startswith("mlx-serve: ")]
+        assert len(lines) == 1
+        assert "Traceback" not in text
+        return lines[0]
+
+
+def test_start_up_errors_are_one_line(model, tmp_path):
+    assert "model not found" in refused("--model", tmp_path / "missing")
+    assert "not a model directory" in refused("--model", tmp_path)
+    assert "adapters not found" in refused("--model", model, "--adapter-path", tmp_path)
+    assert "model directory not found" in refused("--model-dir", tmp_path / "missing")
+    assert "exclude" in refused("--demo", "--model", model)
+    assert "need --model" in refused("--served-model-name", "x")
+
+
+def test_unreadable_weights_are_one_line(tmp_path):
+    path = write_model(tmp_path / "damaged")
+    (path / "model.safetensors").write_bytes(b"no weights")
+    assert "cannot load" in refused("--model", path, "--port", 0)
+
+
+def test_a_port_that_is_taken_is_one_line(model):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refused("--model", model, "--port", port)

@@ -1,0 +1,147 @@
+"""Loading model directories: tokenizers, templates, one model at a time, and what happens when files are wrong."""
+
+import json
+from queue import SimpleQueue
+
+import pytest
+from tinymodel import EOS, write_model
+
+from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
+from mlx_serve.engine.catalog import Catalog
+from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, SingleBackend, SingleOptions
+from mlx_serve.engine.models import LoadError, ModelStore, locate
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.worker import Worker
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_model(tmp_path / "one", seed=1)
+    write_model(tmp_path / "two", seed=2)
+    return tmp_path
+
+
+def store_of(root, **options):
+    catalog = Catalog(roots=[root])
+    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}, **options}
+    return catalog, ModelStore(catalog, prompt_cache_size=4, prompt_cache_bytes=None, **options)
+
+
+def test_the_tokenizer_is_kept_and_works(root):
+    catalog, store = store_of(root)
+    tokenizer = store.tokenizer(catalog.find("one"))
+    assert store.tokenizer(catalog.find("one")) is tokenizer
+    text = "né 🐉 12"
+    ids = tokenizer.encode(text, special=True)
+    assert tokenizer.decode(ids) == text
+    assert (tokenizer.eos_ids, tokenizer.think, tokenizer.tool_call) == (frozenset([EOS]), None, None)
+    assert {256, 257, 258, 259} >= tokenizer.hidden_ids >= {EOS}
+    prompt = tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {})
+    assert tokenizer.decode(prompt) == "user: hi\n"
+
+
+def test_a_template_that_refuses_says_why(root):
+    catalog, store = store_of(root)
+    tokenizer = store.tokenizer(catalog.find("one"))
+    with pytest.raises(ApiError, match="no tools here") as caught:
+        tokenizer.render_chat([{"role": "tool", "content": "x"}], None, {})
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_a_template_of_the_command_line_takes_the_tokenizer_s_place(root):
+    catalog, store = store_of(root, tokenizer_config={"chat_template": "{{ messages[0].content }}!"})
+    tokenizer = store.tokenizer(catalog.find("one"))
+    assert tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {})) == "hi!"
+
+
+def run(scheduler, model, prompt=(1, 2, 3), n=4):
+    job = Job(model, Prompt(prompt), Sampling(n), 0, SimpleQueue())
+    scheduler.submit([job])
+    out = []
+    while True:
+        event = job.events.get(timeout=DEADLINE_S)
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, TokenEvent):
+            out.append(event.token)
+            if event.finish:
+                return out
+
+
+@pytest.fixture
+def scheduler(root):
+    _, store = store_of(root)
+    scheduler = Scheduler(store.open_backend, max_queue=8)
+    worker = Worker(scheduler, None, store.close)
+    worker.start()
+    yield scheduler
+    worker.stop()
+
+
+def test_models_take_turns_and_a_broken_one_hurts_nobody(root, scheduler, caplog):
+    first = run(scheduler, "one")
+    assert run(scheduler, "two") != first
+    (root / "two" / "model.safetensors").write_bytes(b"damaged")
+    assert run(scheduler, "one") == first
+    with pytest.raises(ApiError) as caught:
+        run(scheduler, "two")
+    assert (caught.value.status, caught.value.type, caught.value.param) == (500, "server_error", "model")
+    assert str(root) not in caught.value.message
+    assert str(root) in caplog.text
+    assert run(scheduler, "one") == first
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "{}"),
+        ("config.json", json.dumps({"model_type": "no_such_model", "vocab_size": 260})),
+        ("config.json", json.dumps({"model_type": "llama", "vocab_size": 260})),
+        ("model.safetensors", ""),
+    ],
+)
+def test_whatever_is_wrong_with_a_model_is_a_load_error(root, name, content):
+    _catalog, store = store_of(root)
+    (root / "one" / name).write_text(content)
+    with pytest.raises(ApiError) as caught:
+        store.open_backend("one")
+    assert isinstance(caught.value.__cause__, LoadError)
+    assert "\n" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[")])
+def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
+    catalog, store = store_of(root)
+    (root / "one" / name).write_text(content)
+    with pytest.raises(LoadError, match="tokenizer"):
+        store.check(catalog.find("one"))
+    with pytest.raises(ApiError):
+        store.tokenizer(catalog.find("one"))
+
+
+def test_what_cannot_be_batched_runs_alone(root):
+    _, batched = store_of(root)
+    _, quantized = store_of(root, single=SingleOptions(kv_bits=4))
+    _, drafted = store_of(root, draft_path=root / "two")
+    assert isinstance(batched.open_backend("one"), BatchBackend)
+    assert isinstance(quantized.open_backend("one"), SingleBackend)
+    assert isinstance(drafted.open_backend("one"), SingleBackend)
+
+
+def test_a_failing_step_keeps_the_weights_in_memory(root):
+    _, store = store_of(root)
+    assert store.open_backend("one")._loaded is store.open_backend("one")._loaded
+
+
+def test_locate_takes_a_directory_as_it_is(root):
+    assert locate(str(root / "one")) == root / "one"
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "./missing", "missing", "a/b/c", "no-owner/no-model"])
+def test_locate_says_what_was_not_found(name):
+    with pytest.raises(LoadError, match="model not found") as caught:
+        locate(name)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,89 @@
+"""A tiny random Llama in MLX, and in a directory as mlx-lm loads it, for the tests of the engine."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma3_text, llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from mlx_serve.engine.mlx_backend import Loaded
+from mlx_serve.engine.prefix_cache import PrefixCache
+
+VOCAB_SIZE = 260
+EOS = 257
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "eos_token_id": EOS,
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+def tiny_llama(seed: int = 0, **config):
+    """Random weights, large enough that greedy decoding wanders instead of repeating one token."""
+    mx.random.seed(seed)
+    model = llama.Model(llama.ModelArgs.from_dict(CONFIG | config))
+    scaled = [(name, value * 4 if "proj" in name else value) for name, value in tree_flatten(model.parameters())]
+    model.load_weights(scaled)
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_gemma():
+    """A model with rotating caches, which merge but do not always trim."""
+    mx.random.seed(1)
+    args = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": VOCAB_SIZE,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+    }
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(args))
+    mx.eval(model.parameters())
+    return model
+
+
+def loaded(model, *, max_sequences: int = 10, draft_model=None) -> Loaded:
+    return Loaded(model, VOCAB_SIZE, frozenset([EOS]), (10, EOS), PrefixCache(max_sequences, None), draft_model)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte, and two control tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>", "<|pad|>", "<|x|>"])
+    return tokenizer
+
+
+def write_model(path: Path, seed: int = 0, **config) -> Path:
+    """A model directory."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | config))
+    weights = dict(tree_flatten(tiny_llama(seed).parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
+    byte_tokenizer().save(str(path / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    return path
