@@ -111,7 +111,7 @@ class ModelStore:
         return BatchBackend(loaded, self._batch)
 
     def close(self) -> None:
-        """Let the model go. Worker thread: arrays that outlive it end the process with an abort."""
+        """Let the model go. Worker thread."""
         self._loaded = None
         gc.collect()
         mx.clear_cache()

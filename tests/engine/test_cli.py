@@ -124,3 +124,30 @@ def test_a_port_that_is_taken_is_one_line(model):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port}" in refused("--model", model, "--port", port)
+
+
+def test_what_runs_when_a_signal_comes_may_end(model):
+    with command("--model", model, "--port", 0, "--max-tokens", 400) as process:
+        _, port = ready(process)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "abc", "max_tokens": 400, "stream": True}))
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGTERM)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        assert process.wait(DEADLINE_S) == 0
+
+
+def test_a_second_signal_ends_it_at_once(model):
+    with command("--model", model, "--port", 0) as process:
+        _, port = ready(process)
+        # A request that is still being sent keeps the server from ending by itself.
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
+            process.send_signal(signal.SIGTERM)
+            for line in process.stderr:
+                if "ending" in line:
+                    break
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM

@@ -1,0 +1,267 @@
+"""The routes, and what each does. To add an endpoint, add a function and a row in ``ROUTES``.
+
+``Api`` is the application that the wire layer calls: a RawRequest in, a Response out.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from mlx_serve.api import errors, render, schema
+from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.core import ApiError, ClientGone, Event, Job, Prompt, RawRequest, Response
+from mlx_serve.engine.catalog import Catalog, ModelEntry
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.text.prompt import chat_prompt, text_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.wire import sse
+
+log = logging.getLogger(__name__)
+
+# An odd constant of 64 bits (2**64 over the golden ratio), so that the samples of one seed are not those of the next.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Tokenizers(Protocol):
+    """Where tokenizers come from."""
+
+    def tokenizer(self, entry: ModelEntry) -> Tokenizer:
+        """The tokenizer of a model. Raises ApiError when it can't be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the endpoints work with."""
+
+    scheduler: Scheduler
+    catalog: Catalog
+    tokenizers: Tokenizers
+    fingerprint: str
+    defaults: schema.Defaults = field(default_factory=schema.Defaults)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    # The command line's adapters and draft model, which a request may name and no others.
+    adapter: str | None = None
+    draft_model: str | None = None
+    draining: Callable[[], bool] = lambda: False
+
+
+class Api:
+    """The OpenAI API as a function from request to response."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def methods(self, path: str) -> frozenset[str]:
+        """The methods that a path has; none: there is no such route."""
+        return frozenset(method for method, route in ROUTES if _matches(route, path))
+
+    def __call__(self, request: RawRequest) -> Response:
+        """Answer a request. Raises ApiError, and ClientGone when nobody waits any more."""
+        endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
+        return endpoint(self._services, request)
+
+    def error(self, error: ApiError) -> Response:
+        """The reply that an error becomes."""
+        return errors.as_response(error)
+
+
+def _matches(route: str, path: str) -> bool:
+    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself.
+    plain = path.removeprefix("/v1") if path.startswith("/v1/") else path
+    return plain.startswith(route) and len(plain) > len(route) if route.endswith("/") else plain == route
+
+
+def chat_completions(services: Services, request: RawRequest) -> Response:
+    """POST /v1/chat/completions"""
+    body = schema.parse(schema.ChatRequest, request.body)
+    entry, tokenizer = _model(services, body)
+    prompt = chat_prompt(
+        tokenizer,
+        [message.as_dict() for message in body.messages],
+        tools=body.offered_tools,
+        options={**services.template_options, **body.chat_template_kwargs},
+        role_mapping=body.role_mapping,
+    )
+    limit = body.wanted_tokens or services.defaults.max_tokens
+    jobs = _jobs(services, entry, body, [prompt], limit, param="messages")
+    options = OutputOptions(tuple(body.stop), tuple(body.offered_tools))
+    reply = _Reply(services, request, entry, jobs, options, body)
+    return reply.respond(render.ChatRenderer(reply.head("chatcmpl")), tokenizer)
+
+
+def completions(services: Services, request: RawRequest) -> Response:
+    """POST /v1/completions"""
+    body = schema.parse(schema.CompletionRequest, request.body)
+    entry, tokenizer = _model(services, body)
+    prompts = [_completion_prompt(entry, tokenizer, prompt) for prompt in body.prompt]
+    limit = body.wanted_tokens or schema.COMPLETION_MAX_TOKENS
+    jobs = _jobs(services, entry, body, prompts, limit, param="prompt")
+    echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+    reply = _Reply(services, request, entry, jobs, OutputOptions(tuple(body.stop), is_chat=False), body)
+    return reply.respond(render.CompletionRenderer(reply.head("cmpl"), echoes, body.n), tokenizer)
+
+
+def list_models(services: Services, request: RawRequest) -> Response:
+    """GET /v1/models"""
+    models = [_model_object(services, entry) for entry in services.catalog.entries()]
+    return _json({"object": "list", "data": models})
+
+
+def get_model(services: Services, request: RawRequest) -> Response:
+    """GET /v1/models/{id}"""
+    name = request.path.removeprefix("/v1").removeprefix("/models/")
+    return _json(_model_object(services, services.catalog.find(name)))
+
+
+def health(services: Services, request: RawRequest) -> Response:
+    """GET /health: 200 when requests are served, 503 with the reason when they are not."""
+    state = services.scheduler.health()
+    status = "draining" if services.draining() else state.status
+    body = {"status": status, "model": state.model, "waiting": state.waiting, "running": state.running}
+    return _json(body, status=200 if status == "ok" else 503)
+
+
+ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
+    ("POST", "/chat/completions"): chat_completions,
+    ("POST", "/completions"): completions,
+    ("GET", "/models"): list_models,
+    ("GET", "/models/"): get_model,
+    ("GET", "/health"): health,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """One request's answer, streamed or whole."""
+
+    services: Services
+    request: RawRequest
+    entry: ModelEntry
+    jobs: Sequence[Job]
+    options: OutputOptions
+    body: schema.ChatRequest | schema.CompletionRequest
+
+    def head(self, prefix: str) -> render.Head:
+        new_id = f"{prefix}-{secrets.token_hex(16)}"
+        return render.Head(new_id, int(time.time()), self.entry.name, self.services.fingerprint)
+
+    def respond(self, renderer: render.Renderer, tokenizer: Tokenizer) -> Response:
+        """Raises ApiError while nothing was sent; once a stream runs, an error is its last event."""
+        generation = Generation(self.services.scheduler, tokenizer, self.jobs, self.options, self.request.alive)
+        generation.submit()
+        if self.body.stream:
+            return Response(200, _Stream(self._stream(renderer, generation), generation), "text/event-stream")
+        try:
+            return _json(render.fold(renderer, generation, len(self.jobs), self.body.n))
+        finally:
+            self._note(generation)
+
+    def _stream(self, renderer: render.Renderer, generation: Generation) -> Generator[bytes, None, None]:
+        include_usage = self.body.stream_options.include_usage
+        try:
+            yield from render.stream(renderer, generation, len(self.jobs), self.body.n, include_usage=include_usage)
+        except ClientGone:
+            raise
+        except ApiError as error:
+            yield sse.event(render.dumps(errors.as_object(error)))
+        except Exception:  # the request boundary of a stream: its 200 is out, so the reason must be its last event
+            log.exception("a stream failed")
+            yield sse.event(render.dumps(errors.as_object(errors.internal())))
+        finally:
+            self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """For the log."""
+        usage = render.total_usage(generation.finishes, self.body.n)
+        reasons = {finish.reason for finish in generation.finishes}
+        self.request.notes.update(
+            model=self.entry.name,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            finish_reason=",".join(sorted(reasons)) or "none",
+        )
+
+
+class _Stream:
+    """A stream's pieces. Closing it frees its jobs even when not one piece was taken: a generator would not."""
+
+    def __init__(self, pieces: Generator[bytes, None, None], generation: Generation) -> None:
+        self._pieces = pieces
+        self._generation = generation
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+        self._generation.cancel()
+
+
+def _model(services: Services, body: schema._Request) -> tuple[ModelEntry, Tokenizer]:
+    """The model that a request names. Raises ApiError 404, or 400 for adapters the operator did not name."""
+    _check_choice("adapters", body.adapters, services.adapter)
+    _check_choice("draft_model", body.draft_model, services.draft_model)
+    entry = services.catalog.find(body.model)
+    return entry, services.tokenizers.tokenizer(entry)
+
+
+def _completion_prompt(entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, str):
+        return text_prompt(tokenizer, prompt)
+    # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
+    check_ids(prompt, entry.vocab_size or tokenizer.n_tokens, "prompt")
+    return Prompt(tuple(prompt))
+
+
+def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
+    # mlx_lm.server loads whatever path or repository a client names; here the operator decides.
+    if wanted not in (None, "default_model", offered):
+        raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
+
+
+def _jobs(
+    services: Services, entry: ModelEntry, body: Any, prompts: Sequence[Prompt], limit: int, *, param: str
+) -> list[Job]:
+    """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        room = _room(services, entry, prompt, param)
+        sampling = body.sampling(services.defaults, body.wanted_logprobs, min(limit, room))
+        for k in range(body.n):
+            seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
+            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), i * body.n + k, events))
+    return jobs
+
+
+def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:
+    """How many tokens may follow the prompt."""
+    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
+    if not limits:
+        return 2**31
+    context_tokens = min(limits)
+    if len(prompt.tokens) >= context_tokens:
+        raise errors.context_length(context_tokens, len(prompt.tokens), param)
+    return context_tokens - len(prompt.tokens)
+
+
+def _model_object(services: Services, entry: ModelEntry) -> dict[str, Any]:
+    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
+    length = {"max_model_len": min(limits)} if limits else {}
+    return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "mlx-serve"} | length
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(status, render.dumps(value).encode())

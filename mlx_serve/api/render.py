@@ -1,0 +1,324 @@
+"""Deltas to OpenAI's objects: streamed as chunks, or folded into one. Knows no engine and no sockets.
+
+A renderer gives the shapes of one endpoint; ``stream`` and ``fold`` are the two ways to use it. The shapes are
+chat.completion, chat.completion.chunk and text_completion of https://platform.openai.com/docs/api-reference.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from mlx_serve.core import Beat, Delta, Finish, Text, TokenLogprob, ToolCall, Usage
+from mlx_serve.wire import sse
+
+# one-api reads lines of at most 64 KiB and then ends its reply in silence; a character takes up to 6 bytes as JSON.
+MAX_DELTA_CHARS = 8192
+# What OpenAI sends for a probability of 0, since JSON has no -Infinity.
+LOGPROB_OF_ZERO = -9999.0
+
+
+def dumps(value: Any) -> str:
+    """JSON on one line, and never NaN or Infinity, which are not JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all chunks of one reply share."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+
+class Renderer(Protocol):
+    """One endpoint's shapes."""
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """What each choice's stream begins with."""
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The stream chunks of a delta."""
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The last chunk, when the client asked for it."""
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """The reply in one piece."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice's deltas, folded."""
+
+    index: int
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: Finish | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take one delta in."""
+        if isinstance(delta, Text):
+            (self.content if delta.region == "content" else self.reasoning).append(delta.text)
+            self.logprobs += delta.logprobs
+        elif isinstance(delta, ToolCall):
+            self.calls.append(delta)
+        elif isinstance(delta, Finish):
+            self.finish = delta
+
+
+def fold(renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int) -> dict[str, Any]:
+    """The whole reply. ``n_per_prompt`` choices share a prompt, which is counted once."""
+    choices = [Choice(index) for index in range(n_choices)]
+    for delta in deltas:
+        if not isinstance(delta, Beat):
+            choices[delta.index].add(delta)
+    usage = total_usage([choice.finish for choice in choices if choice.finish], n_per_prompt)
+    return renderer.whole(choices, usage)
+
+
+def stream(
+    renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int, *, include_usage: bool
+) -> Iterator[bytes]:
+    """The reply as server-sent events, one write each."""
+    finishes: list[Finish] = []
+
+    def event(chunk: dict[str, Any]) -> bytes:
+        return sse.event(dumps(chunk | {"usage": None} if include_usage else chunk))
+
+    for index in range(n_choices):
+        yield from map(event, renderer.opening(index))
+    for delta in deltas:
+        if isinstance(delta, Beat):
+            yield sse.comment("keep-alive")
+            continue
+        if isinstance(delta, Finish):
+            finishes.append(delta)
+        yield from map(event, renderer.chunks(delta))
+    if include_usage:
+        yield sse.event(dumps(renderer.usage_chunk(total_usage(finishes, n_per_prompt))))
+    yield sse.DONE
+
+
+def total_usage(finishes: Iterable[Finish], n_per_prompt: int) -> Usage:
+    """Tokens of all choices; those that share a prompt count it once."""
+    ordered = sorted(finishes, key=lambda finish: finish.index)
+    firsts = [finish.usage for finish in ordered if finish.index % n_per_prompt == 0]
+    every = [finish.usage for finish in ordered]
+    return Usage(
+        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+        completion_tokens=sum(usage.completion_tokens for usage in every),
+        cached_tokens=sum(usage.cached_tokens for usage in firsts),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in every),
+    )
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage object; audio and predictions do not occur here."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": usage.reasoning_tokens,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+class ChatRenderer:
+    """chat.completion and chat.completion.chunk. Made anew for each reply: it numbers a choice's tool calls."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._n_calls: dict[int, int] = {}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The role, before the first token is known, and only here: clients join the roles they get."""
+        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The stream chunks of a delta."""
+        if isinstance(delta, Text):
+            yield from self._text_chunks(delta)
+        elif isinstance(delta, ToolCall):
+            yield from self._call_chunks(delta)
+        elif isinstance(delta, Finish):
+            yield self._chunk(delta.index, {}, finish_reason=delta.reason)
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """A chunk without choices."""
+        return self._object("chat.completion.chunk", []) | {"usage": usage_object(usage)}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """A chat.completion."""
+        return self._object("chat.completion", [self._choice(c) for c in choices]) | {"usage": usage_object(usage)}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        content = "".join(choice.content)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if choice.calls and not content else content,
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message |= _reasoning("".join(choice.reasoning))
+        if choice.calls:
+            message["tool_calls"] = [_call_object(call.name, call.arguments) for call in choice.calls]
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish.reason if choice.finish else None,
+        }
+
+    def _text_chunks(self, delta: Text) -> Iterator[dict[str, Any]]:
+        for piece in split_text(delta):
+            fields = {"content": piece.text} if piece.region == "content" else _reasoning(piece.text)
+            yield self._chunk(piece.index, fields, logprobs=chat_logprobs(piece.logprobs))
+
+    def _call_chunks(self, call: ToolCall) -> Iterator[dict[str, Any]]:
+        """First the name with no arguments, then the arguments: clients join both, so neither is repeated."""
+        number = self._n_calls.get(call.index, 0)
+        self._n_calls[call.index] = number + 1
+        yield self._chunk(call.index, {"tool_calls": [{"index": number} | _call_object(call.name, "")]})
+        for i in range(0, len(call.arguments), MAX_DELTA_CHARS):
+            part = call.arguments[i : i + MAX_DELTA_CHARS]
+            yield self._chunk(call.index, {"tool_calls": [{"index": number, "function": {"arguments": part}}]})
+
+    def _chunk(
+        self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._object("chat.completion.chunk", [choice])
+
+    def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+        return _object(self._head, kind, choices)
+
+
+class CompletionRenderer:
+    """text_completion, which has the same name in streams. ``echoes`` has each prompt's text, when it was asked for."""
+
+    def __init__(self, head: Head, echoes: Sequence[str] = (), n_per_prompt: int = 1) -> None:
+        self._head = head
+        self._echoes = tuple(echoes)
+        self._n_per_prompt = n_per_prompt
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> list[dict[str, Any]]:
+        """The echoed prompt, if any."""
+        echo = self._echo(index)
+        if not echo:
+            return []
+        return [self._chunk(piece) for piece in split_text(Text(index, "content", echo))]
+
+    def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """The stream chunks of a delta."""
+        if isinstance(delta, Text):
+            yield from map(self._chunk, split_text(delta))
+        elif isinstance(delta, Finish):
+            yield self._object([self._choice(delta.index, "", [], delta.reason)])
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """A chunk without choices."""
+        return self._object([]) | {"usage": usage_object(usage)}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+        """A text_completion."""
+        objects = []
+        for choice in choices:
+            text = self._echo(choice.index) + "".join(choice.content)
+            reason = choice.finish.reason if choice.finish else None
+            objects.append(self._choice(choice.index, text, choice.logprobs, reason))
+        return self._object(objects) | {"usage": usage_object(usage)}
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n_per_prompt] if self._echoes else ""
+
+    def _chunk(self, piece: Text) -> dict[str, Any]:
+        return self._object([self._choice(piece.index, piece.text, piece.logprobs, None)])
+
+    def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+        return {"text": text, "index": index, "logprobs": self._logprobs(index, logprobs), "finish_reason": reason}
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for entry in entries:
+            offsets.append(offset)
+            offset += len(entry.token)
+        self._offsets[index] = offset
+        return {
+            "tokens": [entry.token for entry in entries],
+            "token_logprobs": [json_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": [_top_by_text(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _object(self, choices: list[Any]) -> dict[str, Any]:
+        return _object(self._head, "text_completion", choices)
+
+
+def split_text(delta: Text) -> Iterator[Text]:
+    """Pieces short enough for one line of a stream; log-probabilities go with the first."""
+    yield replace(delta, text=delta.text[:MAX_DELTA_CHARS])
+    for i in range(MAX_DELTA_CHARS, len(delta.text), MAX_DELTA_CHARS):
+        yield replace(delta, text=delta.text[i : i + MAX_DELTA_CHARS], logprobs=())
+
+
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    """A choice's ``logprobs``, or null when none were asked for."""
+    if not entries:
+        return None
+    content = [_token_object(e) | {"top_logprobs": [_token_object(t) for t in e.top]} for e in entries]
+    return {"content": content, "refusal": None}
+
+
+def json_logprob(logprob: float) -> float:
+    """A log-probability that JSON can say."""
+    return max(logprob, LOGPROB_OF_ZERO)
+
+
+def _object(head: Head, kind: str, choices: list[Any]) -> dict[str, Any]:
+    return {
+        "id": head.id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": head.fingerprint,
+        "choices": choices,
+    }
+
+
+def _token_object(entry: TokenLogprob) -> dict[str, Any]:
+    return {"token": entry.token, "logprob": json_logprob(entry.logprob), "bytes": list(entry.raw)}
+
+
+def _top_by_text(entry: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens and the chosen one by their text; of equal texts the likelier one stays."""
+    found: dict[str, float] = {}
+    for one in (*entry.top, entry):
+        found[one.token] = max(found.get(one.token, LOGPROB_OF_ZERO), json_logprob(one.logprob))
+    return found
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    # The first name is DeepSeek's, vLLM's and llama.cpp's, the second mlx_lm.server's: clients know one or the other.
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_object(name: str, arguments: str) -> dict[str, Any]:
+    call_id = f"call_{secrets.token_hex(12)}"
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,0 +1,282 @@
+"""The command: reads the flags, builds every part, hands each what it needs, and ends them in order.
+
+Start-up faults are one line on stderr and a non-zero exit status. MLX is imported only here, late, after OpenBLAS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from mlx_serve import __version__, blas, config, demo
+from mlx_serve.api.endpoints import Api, Services, Tokenizers
+from mlx_serve.api.schema import Defaults
+from mlx_serve.config import Config
+from mlx_serve.core import ApiError
+from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
+from mlx_serve.engine.scheduler import Backend, Scheduler
+from mlx_serve.engine.worker import Worker
+from mlx_serve.wire.access import AccessPolicy
+from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server import Server
+
+log = logging.getLogger("mlx_serve")
+
+# Paths that need no key and stay open while the server drains.
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
+
+
+class StartError(Exception):
+    """The server can't start; the text is one line for the user."""
+
+
+class Models(Tokenizers, Protocol):
+    """Where tokenizers and backends come from."""
+
+    def open_backend(self, name: str) -> Backend:
+        """A backend for the named model."""
+
+    def close(self) -> None:
+        """Let all models go."""
+
+
+def run() -> NoReturn:
+    """The console script: ``main``, and an end without the interpreter's own.
+
+    Before Python 3.13 a join returns while its thread is still on its way out. What MLX keeps for a thread is let go
+    then, with the GIL, and when that falls into the interpreter's finalization the process aborts.
+    """
+    try:
+        status = main()
+    except SystemExit as usage:  # argparse's --help, --version and usage errors
+        status = usage.code if isinstance(usage.code, int) else 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The ``mlx-serve`` command; gives the exit status."""
+    settings = config.from_args(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+    quiet_libraries()
+    library = blas.preload_openblas()
+    if library is not None:
+        log.info("MLX's CPU backend uses OpenBLAS (%s)", library)
+    try:
+        catalog, models = open_models(settings)
+        serve(settings, catalog, models)
+    except (StartError, demo.DemoError, NotAModelError) as error:
+        print(f"mlx-serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def quiet_libraries() -> None:
+    """At INFO, HTTP clients log each request to the hub."""
+    for name in ("httpx", "httpcore", "urllib3", "filelock", "transformers"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def open_models(settings: Config) -> tuple[Catalog, Models]:
+    """The catalog and the store of MLX models that the flags describe. Raises StartError."""
+    from mlx_serve.engine.mlx_backend import BatchOptions, SingleOptions
+    from mlx_serve.engine.models import LoadError, ModelStore, locate
+
+    try:
+        default = _default_entry(settings, locate)
+        draft_path = locate(settings.draft_model) if settings.draft_model else None
+        catalog = _catalog(settings, default)
+        tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
+        if settings.chat_template:
+            tokenizer_config["chat_template"] = settings.chat_template
+        store = ModelStore(
+            catalog,
+            tokenizer_config=tokenizer_config,
+            use_default_chat_template=settings.use_default_chat_template,
+            trust_remote_code=settings.trust_remote_code,
+            draft_path=draft_path,
+            batch=BatchOptions(settings.decode_concurrency, settings.prompt_concurrency, settings.prefill_step_size),
+            single=SingleOptions(
+                settings.prefill_step_size, settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start
+            ),
+            prompt_cache_size=settings.prompt_cache_size,
+            prompt_cache_bytes=settings.prompt_cache_bytes,
+        )
+        if default is not None:
+            store.check(default)
+    except LoadError as error:
+        raise StartError(str(error)) from error
+    return catalog, store
+
+
+def _default_entry(settings: Config, locate: Callable[[str], Path]) -> ModelEntry | None:
+    adapter = Path(settings.adapter_path).expanduser() if settings.adapter_path else None
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise StartError(f"adapters not found: {adapter} has no adapter_config.json")
+    if settings.demo:
+        if settings.model is not None:
+            raise StartError("--demo and --model exclude each other")
+        return read_entry(_name(settings, demo.DEMO_MODEL_NAME), demo.ensure_demo_model(), adapter)
+    if settings.model is None:
+        if adapter is not None or settings.served_model_name:
+            raise StartError("--adapter-path and --served-model-name need --model")
+        return None
+    path = locate(settings.model)
+    # A directory's name, but a repository's whole id; the path to a directory is the operator's, not for clients.
+    name = path.resolve().name if Path(settings.model).expanduser().exists() else settings.model
+    return read_entry(_name(settings, name), path, adapter)
+
+
+def _name(settings: Config, name: str) -> str:
+    return settings.served_model_name[0] if settings.served_model_name else name
+
+
+def _catalog(settings: Config, default: ModelEntry | None) -> Catalog:
+    roots = [Path(root).expanduser() for root in settings.model_dir]
+    for root in roots:
+        if not root.is_dir():
+            raise StartError(f"model directory not found: {root}")
+    names = list(settings.served_model_name)
+    if default is not None and not names:
+        # As typed, as clients of mlx_lm.server send it, and by the short name.
+        typed = [settings.model] if settings.model else []
+        names = [*typed, default.name, default.name.rsplit("/", 1)[-1]]
+    return Catalog(default, names, roots, use_hub_cache=default is None and not roots)
+
+
+def serve(settings: Config, catalog: Catalog, models: Models) -> None:
+    """Serve until a signal ends it. Raises StartError when the port is taken or the first model can't be loaded."""
+    scheduler = Scheduler(models.open_backend, max_queue=settings.max_queue)
+    first = catalog.default
+    worker = Worker(scheduler, first.name if first is not None else None, models.close)
+    draining = threading.Event()
+    app = Api(services(settings, catalog, models, scheduler, draining.is_set))
+    server = _bind(settings, app)
+    stop = _stop_on_signals()
+    accepting = threading.Thread(target=server.serve_forever, name="http-accept")
+    worker.start()
+    accepting.start()
+    try:
+        _wait_until_ready(worker, stop)
+        if not stop.is_set():
+            log.info("%s", ready_line(settings, catalog, server))
+        stop.wait()
+        log.info("ending: no new requests; running ones get %g s", settings.drain_timeout)
+        draining.set()
+        if not server.drain(settings.drain_timeout):
+            log.warning("some requests did not end in time")
+    finally:
+        worker.stop()
+        server.close()
+        accepting.join()
+
+
+def services(
+    settings: Config,
+    catalog: Catalog,
+    models: Models,
+    scheduler: Scheduler,
+    draining: Callable[[], bool] = lambda: False,
+) -> Services:
+    """What the endpoints work with."""
+    return Services(
+        scheduler=scheduler,
+        catalog=catalog,
+        tokenizers=models,
+        fingerprint=_fingerprint(),
+        defaults=Defaults(
+            settings.max_tokens,
+            settings.temp,
+            settings.top_p,
+            settings.top_k,
+            settings.min_p,
+            settings.num_draft_tokens,
+        ),
+        template_options=settings.chat_template_args,
+        max_model_len=settings.max_model_len,
+        adapter=settings.adapter_path,
+        draft_model=settings.draft_model,
+        draining=draining,
+    )
+
+
+def _bind(settings: Config, app: Api) -> Server:
+    loopback = settings.host in ("localhost", "::1") or settings.host.startswith("127.")
+    options = ServerOptions(
+        address=(settings.host, settings.port),
+        limits=FramingLimits(max_body_bytes=settings.max_body_bytes),
+        access=AccessPolicy(allowed_origins=settings.allowed_origins, loopback_only=loopback, open_paths=OPEN_PATHS),
+    )
+    try:
+        return Server(app, options)
+    except OSError as error:
+        reason = error.strerror or error
+        raise StartError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from error
+
+
+def _stop_on_signals() -> threading.Event:
+    """Set by SIGINT and SIGTERM; a second one ends the process at once."""
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: object) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    return stop
+
+
+def _wait_until_ready(worker: Worker, stop: threading.Event) -> None:
+    """Until the first model is loaded, or a signal came, or the load failed (StartError)."""
+    loaded = threading.Event()
+    worker.ready.add_done_callback(lambda _: loaded.set())
+    while not loaded.wait(0.1):
+        if stop.is_set():
+            return
+    error = worker.ready.exception()
+    if error is not None:
+        cause = error.__cause__ if isinstance(error, ApiError) and error.__cause__ else error
+        raise StartError(str(cause)) from error
+
+
+def ready_line(settings: Config, catalog: Catalog, server: Server) -> str:
+    """What the operator wants to know once: the address, the models, the limits in force."""
+    default = catalog.default
+    model = default.name if default is not None else "none yet; loaded on request"
+    context = default.context_tokens if default is not None else None
+    limits = [
+        f"context {min(filter(None, [context, settings.max_model_len]), default='unknown')} tokens",
+        f"{settings.decode_concurrency} sequences at a time",
+        f"queue {settings.max_queue}",
+        f"body {settings.max_body_bytes} bytes",
+    ]
+    return f"ready: {_url(server.address)} | model: {model} | {', '.join(limits)}"
+
+
+def _url(address: tuple[str, int] | str) -> str:
+    if isinstance(address, str):
+        return f"unix:{address}"
+    host, port = address
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+
+
+def _fingerprint() -> str:
+    """OpenAI's system_fingerprint: changes when what generates changes."""
+    parts = [__version__, platform.platform(), *(version(name) for name in ("mlx", "mlx-lm"))]
+    return "fp_" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]

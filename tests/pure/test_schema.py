@@ -1,0 +1,235 @@
+"""Requests: what is taken, and what is refused with which field named."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_serve.api.schema import (
+    MAX_N,
+    ChatRequest,
+    CompletionRequest,
+    Defaults,
+    parse,
+    read_object,
+)
+from mlx_serve.core import ApiError
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields):
+    return parse(ChatRequest, json.dumps({"messages": [USER], **fields}).encode())
+
+
+def completion(**fields):
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+def refusal(call, *args, **kwargs) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.status == 400
+    assert caught.value.type == "invalid_request_error"
+    return caught.value
+
+
+def outcome(call, *args):
+    try:
+        return call(*args)
+    except ApiError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b"", "line 1, column 1"),
+        (b'{"a": }', "line 1, column 7"),
+        (b'{"a": 1,\n "b"', "line 2"),
+        (b'{"a": "\xff"}', "position 7"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": -Infinity}', "-Infinity"),
+        (b"[]", "object"),
+        (b'"text"', "object"),
+        (b"null", "object"),
+        (b'{"a":' + b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' + b"9" * 10_000 + b"}", "number is too long"),
+        (b"\xef\xbb\xbf{}", "BOM"),
+    ],
+)
+def test_a_body_that_is_no_json_object_says_where(body, where):
+    assert where in refusal(read_object, body).message
+
+
+@given(st.binary(max_size=64))
+def test_no_body_raises_anything_but_an_api_error(body):
+    out = outcome(read_object, body)
+    assert isinstance(out, dict) or out.status == 400
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields})
+
+
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6), st.sampled_from([ChatRequest, CompletionRequest])
+)
+def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
+    body = {"messages": [USER], "prompt": "hi", **fields}
+    out = outcome(parse, kind, json.dumps(body).encode())
+    assert isinstance(out, kind) or out.status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": None}, "messages", "missing_required_parameter"),
+        ({"messages": []}, "messages", None),
+        ({"messages": "hi"}, "messages", "invalid_type"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role", None),
+        ({"messages": [{"role": "user"}]}, "messages[0]", None),
+        ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", None),
+        ({"model": 5}, "model", "invalid_type"),
+        ({"stream": "yes"}, "stream", "invalid_type"),
+        ({"stream": 1}, "stream", "invalid_type"),
+        ({"temperature": "hot"}, "temperature", "invalid_type"),
+        ({"temperature": True}, "temperature", "invalid_type"),
+        ({"temperature": -0.1}, "temperature", None),
+        ({"temperature": 2.1}, "temperature", None),
+        ({"temperature": 10**400}, "temperature", "invalid_type"),
+        ({"top_p": 1.5}, "top_p", None),
+        ({"top_k": 1.5}, "top_k", "invalid_type"),
+        ({"min_p": -1}, "min_p", None),
+        ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": True}, "max_tokens", "invalid_type"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", None),
+        ({"n": 0}, "n", None),
+        ({"n": MAX_N + 1}, "n", None),
+        ({"stop": 5}, "stop", None),
+        ({"stop": [1]}, "stop", None),
+        ({"stop": [""]}, "stop", None),
+        ({"logit_bias": [1]}, "logit_bias", None),
+        ({"logit_bias": {"x": 1}}, "logit_bias", None),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", None),
+        ({"logit_bias": {"1": 101}}, "logit_bias", None),
+        ({"logit_bias": {"1": "x"}}, "logit_bias", None),
+        ({"seed": 1.5}, "seed", "invalid_type"),
+        ({"logprobs": 3}, "logprobs", "invalid_type"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", None),
+        ({"top_logprobs": 3}, "top_logprobs", None),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", None),
+        ({"presence_penalty": 3}, "presence_penalty", None),
+        ({"repetition_penalty": -1}, "repetition_penalty", None),
+        ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage", "invalid_type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", None),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", None),
+        ({"tool_choice": "required"}, "tool_choice", None),
+        ({"response_format": {"type": "json_object"}}, "response_format", None),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", None),
+        ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", None),
+    ],
+)
+def test_a_chat_field_that_is_wrong_is_named(fields, param, code):
+    error = refusal(chat, **fields)
+    assert (error.param, error.code) == (param, code)
+    assert param in error.message or param.split("[")[0] in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [[1], "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 100, "n": 2}, "n"),
+        ({"logprobs": 6}, "logprobs"),
+        ({"logprobs": "x"}, "logprobs"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+    ],
+)
+def test_a_completion_field_that_is_wrong_is_named(fields, param):
+    assert refusal(completion, **fields).param == param
+
+
+def test_null_counts_as_absent():
+    fields = dict.fromkeys({*ChatRequest.model_fields} - {"messages"})
+    assert chat(**fields) == chat()
+
+
+def test_fields_that_are_not_known_are_ignored():
+    assert chat(vendor={"x": 1}, user="me") == chat(user="me")
+
+
+def test_stop_is_a_string_or_a_list():
+    assert chat(stop="a").stop == ["a"]
+    assert chat(stop=["a", "b", "c", "d", "e"]).stop == ["a", "b", "c", "d", "e"]
+    assert chat(stop=[]).stop == []
+
+
+def test_prompts_are_always_a_list():
+    assert completion(prompt="a").prompt == ["a"]
+    assert completion(prompt=["a", "b"]).prompt == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompt == [[1, 2]]
+    assert completion(prompt=[[1], [2, 3]]).prompt == [[1], [2, 3]]
+
+
+def test_text_parts_join_to_the_plain_string():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].content == "ab"
+
+
+def test_developer_is_system():
+    body = chat(messages=[{"role": "developer", "content": "x"}])
+    assert body.messages[0].as_dict() == {"role": "system", "content": "x"}
+
+
+def test_the_newer_limit_wins():
+    assert chat(max_tokens=5, max_completion_tokens=3).wanted_tokens == 3
+    assert chat(max_tokens=5, max_completion_tokens=None).wanted_tokens == 5
+    assert chat().wanted_tokens is None
+
+
+def test_what_a_request_leaves_out_comes_from_the_command_line():
+    defaults = Defaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, n_draft_tokens=5)
+    sampling = chat().sampling(defaults, None, 10)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 40, 0.1)
+    own = chat(temperature=0, top_p=0.5, top_k=0, logit_bias={"7": -100}, seed=-1).sampling(defaults, 2, 10)
+    assert (own.temperature, own.top_p, own.top_k) == (0, 0.5, 0)
+    assert (own.logit_bias, own.seed, own.top_logprobs) == (((7, -100.0),), -1, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)]
+)
+def test_logprobs_of_a_chat(fields, want):
+    assert chat(**fields).wanted_logprobs == want
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 3), ({"logprobs": True, "top_logprobs": 2}, 2)],
+)
+def test_logprobs_of_a_completion(fields, want):
+    assert completion(**fields).wanted_logprobs == want
+
+
+def test_no_tools_are_offered_when_the_choice_is_none():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert chat(tools=[tool]).offered_tools == [tool]
+    assert chat(tools=[tool], tool_choice="none").offered_tools == []

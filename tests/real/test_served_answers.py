@@ -1,0 +1,134 @@
+"""The demo model behind the whole server: what it answers is what mlx-lm generates."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import mlx_lm
+import openai
+import pytest
+from mlx_lm.sample_utils import greedy_sampler
+
+from mlx_serve import cli, config
+from mlx_serve.api.endpoints import Api
+from mlx_serve.demo import ensure_demo_model
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.worker import Worker
+from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server import Server
+
+pytestmark = pytest.mark.real
+
+FRANCE = "What is the capital of France? Answer in one sentence."
+QUESTIONS = [
+    FRANCE,
+    "Name three colours.",
+    "Write one sentence about the sea.",
+    "What is two plus two?",
+    "Say hello in French.",
+    "Who wrote Hamlet?",
+    "Count from one to ten.",
+    "Describe a dragon in a few words.",
+]
+N_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def offline():
+    """mlx-lm's own greedy answers, each generated alone, as token texts."""
+    model, tokenizer = mlx_lm.load(str(ensure_demo_model()))
+
+    def answer(question):
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        steps = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=N_TOKENS, sampler=greedy_sampler)
+        tokens = [step.token for step in steps]
+        return [tokenizer.decode([token]) for token in tokens if token not in tokenizer.eos_token_ids]
+
+    return {question: answer(question) for question in QUESTIONS}
+
+
+@pytest.fixture(scope="module")
+def client():
+    settings = config.from_args(["--demo"], {})
+    catalog, models = cli.open_models(settings)
+    scheduler = Scheduler(models.open_backend, max_queue=128)
+    worker = Worker(scheduler, catalog.default.name, models.close)
+    api = Api(cli.services(settings, catalog, models, scheduler))
+    server = Server(api, ServerOptions(address=("127.0.0.1", 0)))
+    accepting = threading.Thread(target=server.serve_forever)
+    worker.start()
+    accepting.start()
+    worker.ready.result()
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="none", max_retries=0) as client:
+        yield client
+    worker.stop()
+    server.close()
+    accepting.join()
+
+
+def ask(client, question, **fields):
+    messages = [{"role": "user", "content": question}]
+    fields = {"model": "SmolLM2-135M-Instruct", "temperature": 0, "max_tokens": N_TOKENS, **fields}
+    return client.chat.completions.create(messages=messages, **fields)
+
+
+def token_texts(client, question):
+    content = ask(client, question, logprobs=True).choices[0].logprobs.content
+    return [entry.token for entry in content]
+
+
+def test_alone_it_is_token_for_token_what_mlx_lm_generates(client, offline):
+    for question in QUESTIONS[:3]:
+        assert token_texts(client, question) == offline[question]
+
+
+def test_in_a_mixed_batch_of_eight_too(client, offline):
+    with ThreadPoolExecutor(8) as pool:
+        answers = dict(zip(QUESTIONS, pool.map(lambda q: token_texts(client, q), QUESTIONS), strict=True))
+    assert answers == offline
+
+
+def test_the_openai_client_gets_paris_whole_and_streamed(client):
+    assert ask(client, FRANCE).choices[0].message.content == "The capital of France is Paris."
+    chunks = list(ask(client, FRANCE, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == "The capital of France is Paris."
+    assert chunks[-1].usage.prompt_tokens == 42
+
+
+def test_the_openai_client_gets_openai_s_errors(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        ask(client, "x", model="no-such-model")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        ask(client, "word " * 9000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        ask(client, "x", temperature=3)
+    assert wrong.value.param == "temperature"
+
+
+def test_a_completion_keeps_the_space_that_the_text_needs(client):
+    completion = client.completions.create(
+        model="SmolLM2-135M-Instruct", prompt="The capital of France is", max_tokens=1, temperature=0
+    )
+    assert completion.choices[0].text == " Paris"
+
+
+def test_a_seed_gives_one_text_alone_and_among_others(client):
+    def seeded(seed):
+        return ask(client, "Write one sentence about the sea.", temperature=1, seed=seed).choices[0].message.content
+
+    alone = seeded(5)
+    with ThreadPoolExecutor(4) as pool:
+        among = list(pool.map(seeded, [5, 6, 7, 8]))
+    assert among[0] == alone
+    assert len(set(among)) > 1
+
+
+def test_json_survives_the_trip(client):
+    raw = client.chat.completions.with_raw_response.create(
+        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": "é🐉"}], max_tokens=8, temperature=0
+    )
+    assert json.loads(raw.text)["choices"][0]["finish_reason"] in ("length", "stop")
+    assert raw.headers["x-request-id"]

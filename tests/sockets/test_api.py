@@ -1,0 +1,597 @@
+"""The OpenAI API over real sockets, on the fake backend: it answers a prompt with the prompt itself."""
+
+import json
+import socket
+import threading
+
+import pytest
+from apikit import DEADLINE_S, events, read, serving, until
+
+from mlx_serve.core import ApiError
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
+from mlx_serve.wire.framing import FramingLimits
+
+PROMPT_OF_HI = "user: hi\n"
+
+
+def answering(text, **kwargs):
+    """A backend whose model answers ``text``, in which control tokens are written out."""
+    return lambda _: FakeBackend(answer=lambda _: [*tokens_of(text), EOS], **kwargs)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as running:
+        yield running
+
+
+def content_of(chunks, index=0):
+    deltas = [c["choices"][0]["delta"] for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def finishes(chunks, index=0):
+    choices = [choice for c in chunks for choice in c["choices"] if choice["index"] == index]
+    return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+
+
+# Whole answers
+
+
+def test_a_chat_answer_has_openai_s_shape(server):
+    status, headers, body = server.chat()
+    assert status == 200
+    assert headers["Content-Type"] == "application/json"
+    assert body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["model"], body["system_fingerprint"]) == ("chat.completion", "fake", "fp_test")
+    message = {"role": "assistant", "content": PROMPT_OF_HI, "refusal": None}
+    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
+    n = len(PROMPT_OF_HI)
+    counts = {key: body["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert counts == {"prompt_tokens": n, "completion_tokens": n + 1, "total_tokens": 2 * n + 1}
+
+
+def test_a_completion_has_openai_s_shape(server):
+    status, _, body = server.complete("abc")
+    assert status == 200
+    assert body["id"].startswith("cmpl-")
+    assert body["object"] == "text_completion"
+    assert body["choices"] == [{"text": "abc", "index": 0, "logprobs": None, "finish_reason": "stop"}]
+
+
+def test_paths_work_without_v1_and_with_a_query(server):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    for path in ("/chat/completions", "/v1/chat/completions?api-version=1"):
+        assert server.request("POST", path, body)[0] == 200
+    assert server.request("GET", "/models")[0] == 200
+
+
+def test_every_answer_has_an_id_of_its_own(server):
+    assert server.chat()[2]["id"] != server.chat()[2]["id"]
+
+
+def test_max_tokens_ends_an_answer(server):
+    choice = server.chat(max_tokens=4)[2]["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("user", "length")
+
+
+def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(server):
+    assert server.chat(max_tokens=10**9)[2]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_the_stop_string_is_not_in_the_answer(server):
+    choice = server.chat("one two three", stop=["two"])[2]["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("user: one ", "stop")
+
+
+def test_a_stop_at_once_gives_an_empty_string(server):
+    choice = server.chat(stop="u")[2]["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+
+
+def test_a_stop_string_frees_the_place(server):
+    server.chat("x" * 2000, stop="user")
+    until(lambda: server.scheduler.health().running == 0, "a free place")
+
+
+def test_n_choices_count_the_prompt_once(server):
+    body = server.chat(n=3)[2]
+    assert [c["index"] for c in body["choices"]] == [0, 1, 2]
+    assert {c["message"]["content"] for c in body["choices"]} == {PROMPT_OF_HI}
+    assert body["usage"]["prompt_tokens"] == len(PROMPT_OF_HI)
+    assert body["usage"]["completion_tokens"] == 3 * (len(PROMPT_OF_HI) + 1)
+
+
+def test_prompts_times_n_choices(server):
+    body = server.complete(["a", "bb"], n=2)[2]
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "a"), (1, "a"), (2, "bb"), (3, "bb")]
+    assert body["usage"]["prompt_tokens"] == 3
+
+
+def test_a_prompt_may_be_token_ids(server):
+    assert server.complete([97, 98])[2]["choices"][0]["text"] == "ab"
+
+
+def test_a_completion_has_sixteen_tokens_by_default(server):
+    body = server.request("POST", "/v1/completions", {"prompt": "x" * 50})[2]
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_echo_gives_the_prompt_first(server):
+    assert server.complete("ab", echo=True)[2]["choices"][0]["text"] == "abab"
+
+
+def test_logprobs_of_a_chat_cover_each_token(server):
+    content = server.chat(logprobs=True, top_logprobs=2, max_tokens=3)[2]["choices"][0]["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == "use"
+    first = {"token": "u", "logprob": -0.5, "bytes": [117]}
+    second = {"token": "v", "logprob": -1.5, "bytes": [118]}
+    assert content[0] == first | {"top_logprobs": [first, second]}
+
+
+def test_logprobs_of_a_completion_cover_each_token(server):
+    logprobs = server.complete("abc", logprobs=1)[2]["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [-0.5] * 3,
+        "top_logprobs": [{"a": -0.5}, {"b": -0.5}, {"c": -0.5}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+# Streams
+
+
+def test_a_stream_is_the_answer_in_pieces(server):
+    status, headers, text = server.chat(stream=True)
+    assert status == 200
+    assert headers["Content-Type"] == "text/event-stream"
+    chunks = events(text)
+    assert {c["object"] for c in chunks} == {"chat.completion.chunk"}
+    assert len({c["id"] for c in chunks}) == 1
+    first = chunks[0]["choices"][0]
+    assert first["delta"] == {"role": "assistant", "content": "", "refusal": None}
+    assert all("role" not in c["choices"][0]["delta"] for c in chunks[1:])
+    assert content_of(chunks) == PROMPT_OF_HI
+    assert chunks[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    assert finishes(chunks) == ["stop"]
+    assert all("usage" not in c for c in chunks)
+
+
+def test_usage_comes_last_when_it_is_asked_for(server):
+    chunks = events(server.chat(stream=True, stream_options={"include_usage": True})[2])
+    assert all(c["usage"] is None for c in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == server.chat()[2]["usage"]
+
+
+def test_the_choices_of_a_stream_interleave_and_end_each_for_itself(server):
+    chunks = events(server.chat(stream=True, n=2)[2])
+    order = [c["choices"][0]["index"] for c in chunks]
+    assert order != sorted(order)
+    for index in (0, 1):
+        assert (content_of(chunks, index), finishes(chunks, index)) == (PROMPT_OF_HI, ["stop"])
+
+
+def test_a_completion_streams_under_its_own_name(server):
+    chunks = events(server.complete("abc", stream=True, stream_options={"include_usage": True})[2])
+    assert {c["object"] for c in chunks} == {"text_completion"}
+    assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "abc"
+    assert chunks[-1]["choices"] == []
+
+
+def test_an_echo_comes_first_in_a_stream(server):
+    chunks = events(server.complete("ab", stream=True, echo=True)[2])
+    assert chunks[0]["choices"][0]["text"] == "ab"
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "abab"
+
+
+def test_characters_are_never_split(server):
+    pieces = [c["choices"][0]["delta"].get("content") for c in events(server.chat("né 🐉🔥 你好", stream=True)[2])]
+    assert "🐉" in pieces
+    assert not any("\ufffd" in (piece or "") for piece in pieces)
+
+
+def test_no_part_of_a_stop_string_leaks_into_a_stream(server):
+    chunks = events(server.chat("one two three", stream=True, stop="two")[2])
+    assert (content_of(chunks), finishes(chunks)) == ("user: one ", ["stop"])
+
+
+def test_text_held_back_for_a_stop_string_comes_when_there_is_none(server):
+    chunks = events(server.chat("one", stream=True, stop="one\nZ")[2])
+    assert (content_of(chunks), finishes(chunks)) == ("user: one\n", ["stop"])
+
+
+def test_logprobs_of_a_stream_cover_each_token(server):
+    chunks = events(server.chat("one two", stream=True, logprobs=True, top_logprobs=1, stop="zzz")[2])
+    entries = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert "".join(e["token"] for e in entries) == "user: one two\n"
+    assert all(len(e["top_logprobs"]) == 1 for e in entries)
+
+
+def test_a_bad_request_for_a_stream_is_no_stream(server):
+    status, headers, body = server.chat(stream=True, temperature="hot")
+    assert (status, headers["Content-Type"], body["error"]["param"]) == (400, "application/json", "temperature")
+
+
+def test_a_silent_stream_is_kept_alive(monkeypatch):
+    monkeypatch.setattr("mlx_serve.api.generation.BEAT_EVERY_S", 0.05)
+    monkeypatch.setattr("mlx_serve.api.generation.ADMISSION_WAIT_S", 0.05)
+    go = threading.Event()
+    with serving(lambda _: FakeBackend(on_step=lambda _: go.wait(DEADLINE_S))) as server:
+        connection = server.connection()
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body))
+        response = connection.getresponse()
+        seen = b""
+        while b": keep-alive\n\n" not in seen:
+            seen += response.read1()
+        go.set()
+        assert content_of(events(seen.decode() + response.read().decode())) == PROMPT_OF_HI
+        connection.close()
+
+
+def test_long_pieces_are_split_into_short_lines():
+    long = "x" * 20_000
+    with serving(max_model_len=None) as server:
+        text = server.complete(long[:3000], echo=True, stream=True, max_tokens=1)[2]
+        assert max(map(len, text.split("\n"))) < 65_536
+    # An echo may be as long as the context; one line of a stream may not.
+    from mlx_serve.api.render import MAX_DELTA_CHARS, split_text
+    from mlx_serve.core import Text
+
+    pieces = list(split_text(Text(0, "content", long)))
+    assert "".join(piece.text for piece in pieces) == long
+    assert max(len(piece.text) for piece in pieces) == MAX_DELTA_CHARS
+
+
+# Reasoning and tool calls
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+def test_reasoning_goes_out_under_both_names():
+    with serving(answering("<think>hmm</think>yes")) as server:
+        message = server.chat()[2]["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"], message["reasoning"]) == ("yes", "hmm", "hmm")
+        body = server.chat()[2]
+        assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] == len("hmm") + 1
+        chunks = events(server.chat(stream=True)[2])
+        assert "".join(c["choices"][0]["delta"].get("reasoning_content", "") for c in chunks) == "hmm"
+        assert content_of(chunks) == "yes"
+
+
+def test_logprobs_are_those_of_the_content_alone():
+    with serving(answering("<think>hmm</think>yes")) as server:
+        content = server.chat(logprobs=True)[2]["choices"][0]["logprobs"]["content"]
+        assert [entry["token"] for entry in content] == ["y", "e", "s"]
+
+
+def test_stop_strings_do_not_match_in_reasoning():
+    with serving(answering("<think>stop here</think>go on")) as server:
+        message = server.chat(stop="stop")[2]["choices"][0]["message"]
+        assert (message["content"], message["reasoning_content"]) == ("go on", "stop here")
+
+
+def test_tool_calls():
+    with serving(answering('<tool_call>add {"a":1}</tool_call><tool_call>add {"a":2}</tool_call>')) as server:
+        choice = server.chat(tools=TOOLS)[2]["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        calls = choice["message"]["tool_calls"]
+        assert [c["function"] for c in calls] == [{"name": "add", "arguments": f'{{"a":{i}}}'} for i in (1, 2)]
+        assert len({c["id"] for c in calls}) == 2
+        chunks = events(server.chat(tools=TOOLS, stream=True)[2])
+        pieces = [piece for c in chunks for piece in c["choices"][0]["delta"].get("tool_calls", [])]
+        assert [p["index"] for p in pieces] == [0, 0, 1, 1]
+        assert [p["function"].get("name") for p in pieces] == ["add", None, "add", None]
+        assert "".join(p["function"]["arguments"] for p in pieces if p["index"] == 1) == '{"a":2}'
+        assert finishes(chunks) == ["tool_calls"]
+
+
+def test_a_malformed_tool_call_comes_back_as_text():
+    with serving(answering("<tool_call>nonsense</tool_call> sorry")) as server:
+        choice = server.chat(tools=TOOLS)[2]["choices"][0]
+        assert choice["message"]["content"] == "<tool_call>nonsense</tool_call> sorry"
+        assert choice["finish_reason"] == "stop"
+
+
+def test_without_tools_nothing_is_a_tool_call():
+    with serving(answering("<tool_call>add {}</tool_call>")) as server:
+        assert "tool_calls" not in server.chat()[2]["choices"][0]["message"]
+
+
+# Models and health
+
+
+def test_models_are_listed_and_found(server):
+    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
+    assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model]}
+    assert server.request("GET", "/v1/models/fake")[2] == model
+
+
+@pytest.mark.parametrize("name", ["fake", "default_model", None])
+def test_the_default_model_has_several_names(server, name):
+    assert server.chat(model=name)[2]["model"] == "fake"
+
+
+@pytest.mark.parametrize("name", ["other", "", "../fake", "/etc", "a/b/c", "x" * 5000, "credit\nbalance"])
+def test_an_unknown_model_is_not_found(server, name):
+    status, _, body = server.chat(model=name)
+    assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+    assert "credit" not in body["error"]["message"]
+
+
+def test_health_tells_the_truth(server):
+    assert server.request("GET", "/health")[2]["status"] == "ok"
+
+
+def test_health_after_the_engine_has_stopped():
+    with serving() as server:
+        server.scheduler.stop()
+        status, _, body = server.request("GET", "/health")
+        assert (status, body["status"]) == (503, "stopped")
+        status, headers, body = server.chat()
+        assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "server_error", "2")
+
+
+# Refusals
+
+
+def assert_error(reply, status, **fields):
+    got, headers, body = reply
+    assert (got, headers["Content-Type"]) == (status, "application/json")
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert {key: body["error"][key] for key in fields} == fields
+
+
+def test_a_prompt_that_does_not_fit_says_so(server):
+    reply = server.chat("x" * 5000)
+    assert_error(reply, 400, code="context_length_exceeded", param="messages", type="invalid_request_error")
+    assert "maximum context length is 4096 tokens" in reply[2]["error"]["message"]
+    assert_error(server.complete("x" * 5000), 400, code="context_length_exceeded", param="prompt")
+
+
+def test_a_token_id_outside_of_the_vocabulary_is_refused(server):
+    assert_error(server.complete([1, 99_999]), 400, param="prompt")
+    assert_error(server.complete([1, 99_999], stream=True), 400, param="prompt")
+
+
+def test_a_template_that_raises_is_the_request_s_fault(server):
+    assert_error(server.chat(chat_template_kwargs={"fail": True}), 400, param="messages")
+
+
+def test_a_client_names_no_paths(server):
+    assert_error(server.chat(adapters="/etc"), 400, param="adapters")
+    assert_error(server.chat(draft_model="someone/model"), 400, param="draft_model")
+    assert server.chat(draft_model="default_model", adapters=None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/nothing", 404),
+        ("POST", "/", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/v1/models/fake", 405),
+    ],
+)
+def test_unknown_routes_and_methods_are_json_errors(server, method, path, status):
+    assert_error(server.request(method, path), status, type="invalid_request_error")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"", b'{"messages": NaN}'])
+def test_a_body_that_is_no_json_object_is_refused(server, body):
+    reply = server.request("POST", "/v1/chat/completions", body, {"Content-Length": str(len(body))})
+    assert_error(reply, 400, type="invalid_request_error")
+
+
+def test_a_full_queue_says_when_to_come_back():
+    hold = threading.Event()
+    with serving(lambda _: FakeBackend(capacity=1, on_step=lambda _: hold.wait(DEADLINE_S)), max_queue=1) as server:
+        clients = [threading.Thread(target=server.chat) for _ in range(2)]
+        clients[0].start()
+        until(lambda: server.scheduler.health().running == 1, "one running")
+        clients[1].start()
+        until(lambda: server.scheduler.health().waiting == 1, "one waiting")
+        reply = server.chat()
+        assert_error(reply, 429, type="rate_limit_error", code="rate_limit_exceeded")
+        assert reply[1]["Retry-After"] == "2"
+        assert server.request("GET", "/health")[2] == {"status": "ok", "model": "fake", "waiting": 1, "running": 1}
+        hold.set()
+        for client in clients:
+            client.join(DEADLINE_S)
+
+
+# Failures
+
+
+def test_a_failing_step_is_an_error_and_the_next_request_works():
+    fail = [False]
+
+    def on_step(_jobs):
+        if fail[0]:
+            raise RuntimeError("secret detail")
+
+    with serving(lambda _: FakeBackend(on_step=on_step)) as server:
+        fail[0] = True
+        reply = server.chat()
+        assert_error(reply, 500, type="server_error")
+        assert "secret" not in reply[2]["error"]["message"]
+        fail[0] = False
+        assert server.chat()[0] == 200
+        assert server.request("GET", "/health")[2]["status"] == "ok"
+
+
+def test_a_failure_in_mid_stream_is_the_stream_s_last_event():
+    steps = [0]
+
+    def on_step(_jobs):
+        steps[0] += 1
+        if steps[0] == 4:
+            raise RuntimeError("secret detail")
+
+    with serving(lambda _: FakeBackend(on_step=on_step)) as server:
+        status, _, text = server.chat(stream=True)
+        assert status == 200
+        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["type"] == "server_error"
+        assert "secret" not in text
+        assert server.chat()[0] == 200
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests():
+    def make(_name):
+        raise ApiError(500, "The model could not be loaded.", type="server_error", param="model")
+
+    with serving(make) as server:
+        assert_error(server.chat(stream=True), 500, type="server_error", param="model")
+        assert server.request("GET", "/health")[2]["status"] == "ok"
+
+
+# Bodies
+
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "né 🐉"}]}, ensure_ascii=False).encode()
+
+
+def chunks(body, size):
+    return (body[i : i + size] for i in range(0, len(body), size))
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_chunked_body_answers_as_one_with_a_length(server, size):
+    plain = server.request("POST", "/v1/chat/completions", CHAT)
+    chunked = server.request("POST", "/v1/chat/completions", chunks(CHAT, size), encode_chunked=True)
+    assert plain[0] == chunked[0] == 200
+    assert chunked[2]["choices"] == plain[2]["choices"]
+    assert chunked[2]["choices"][0]["message"]["content"] == "user: né 🐉\n"
+
+
+def test_a_chunk_may_end_inside_a_character(server):
+    middle = CHAT.index("🐉".encode()) + 2
+    reply = server.request("POST", "/v1/chat/completions", iter([CHAT[:middle], CHAT[middle:]]), encode_chunked=True)
+    assert reply[2]["choices"][0]["message"]["content"] == "user: né 🐉\n"
+
+
+def test_good_and_bad_requests_share_a_connection(server):
+    connection = server.connection()
+    for body, chunked, status in [
+        (CHAT, False, 200),
+        (CHAT, True, 200),
+        (b"{", False, 400),
+        (b"[]", True, 400),
+        (CHAT, True, 200),
+        (json.dumps({"model": "no", "messages": [{"role": "user", "content": "x"}]}).encode(), False, 404),
+        (CHAT, False, 200),
+    ]:
+        data = chunks(body, 5) if chunked else body
+        connection.request("POST", "/v1/chat/completions", data, encode_chunked=chunked)
+        assert read(connection.getresponse())[0] == status
+    sock = connection.sock
+    connection.request("GET", "/v1/models")
+    assert read(connection.getresponse())[0] == 200
+    assert connection.sock is sock
+    connection.close()
+
+
+def test_a_body_over_the_limit_is_refused_at_once():
+    with serving(limits=FramingLimits(max_body_bytes=100)) as server:
+        reply = server.request("POST", "/v1/chat/completions", headers={"Content-Length": "1000000"})
+        assert_error(reply, 413, type="invalid_request_error")
+        assert "100" in reply[2]["error"]["message"]
+
+
+def test_a_body_that_is_cut_off_runs_nothing():
+    ran = []
+    with serving(lambda _: FakeBackend(on_step=ran.append)) as server:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as sock:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(CHAT) + 1}\r\n\r\n"
+            sock.sendall(head.encode() + CHAT)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+        assert ran == []
+
+
+# Many clients, and clients that leave
+
+
+def test_sixty_four_clients_get_exactly_their_own_tokens(server):
+    replies = {}
+
+    def client(i):
+        text = f"client {i} says 🐉{i}"
+        if i % 2:
+            replies[i] = content_of(events(server.chat(text, stream=True, n=1)[2])) == f"user: {text}\n"
+        else:
+            replies[i] = server.chat(text)[2]["choices"][0]["message"]["content"] == f"user: {text}\n"
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert replies == dict.fromkeys(range(64), True)
+
+
+def endless(job):
+    while True:
+        yield 97
+
+
+def endless_backend(_):
+    gate = threading.Event()
+    return FakeBackend(answer=endless, on_step=lambda _: gate.wait(0.001))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_place(stream):
+    with serving(endless_backend, max_model_len=None) as server:
+        sock = socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)
+        body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        sock.sendall(head.encode() + body)
+        until(lambda: server.scheduler.health().running == 1, "the request runs")
+        if stream:
+            sock.recv(1000)
+        sock.close()
+        until(lambda: server.scheduler.health().running == 0, "its place is free")
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten():
+    hold = threading.Event()
+    with serving(lambda _: FakeBackend(capacity=1, on_step=lambda _: hold.wait(DEADLINE_S))) as server:
+        first = threading.Thread(target=server.chat)
+        first.start()
+        until(lambda: server.scheduler.health().running == 1, "one running")
+        sock = socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(CHAT)}\r\n\r\n"
+        sock.sendall(head.encode() + CHAT)
+        until(lambda: server.scheduler.health().waiting == 1, "one waiting")
+        sock.close()
+        until(lambda: server.server.n_connections == 1, "the server noticed")
+        hold.set()
+        first.join(DEADLINE_S)
+        until(lambda: server.scheduler.health().waiting == server.scheduler.health().running == 0, "nothing left")
+
+
+def test_clients_that_leave_at_random_points_deadlock_nobody():
+    with serving(endless_backend, max_model_len=None) as server:
+
+        def client(i):
+            body = json.dumps({"prompt": "x" * i, "max_tokens": 4000, "stream": bool(i % 2)}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            raw = head + body
+            with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as sock:
+                sock.sendall(raw[: 40 + i * 7])
+                if i % 4 == 1 and len(raw) <= 40 + i * 7:
+                    sock.recv(i * 50)
+
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(1, 65)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        until(lambda: server.scheduler.health().waiting == server.scheduler.health().running == 0, "nothing left")
+        assert server.complete("x", max_tokens=3)[2]["choices"][0]["text"] == "aaa"
