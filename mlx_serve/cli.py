@@ -9,35 +9,29 @@ import hashlib
 import logging
 import os
 import platform
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo
+from mlx_serve import __version__, blas, config, demo, http_options, logs
 from mlx_serve.api.endpoints import Api, Services, Tokenizers
 from mlx_serve.api.schema import Defaults
 from mlx_serve.config import Config
-from mlx_serve.core import ApiError
+from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
 from mlx_serve.engine.scheduler import Backend, Scheduler
 from mlx_serve.engine.worker import Worker
-from mlx_serve.wire.access import AccessPolicy
-from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
 
 log = logging.getLogger("mlx_serve")
 
-# Paths that need no key and stay open while the server drains.
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
-
-
-class StartError(Exception):
-    """The server can't start; the text is one line for the user."""
+# Models, libraries, the log: files that are open besides connections.
+_OTHER_DESCRIPTORS = 256
 
 
 class Models(Tokenizers, Protocol):
@@ -69,10 +63,7 @@ def run() -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """The ``mlx-serve`` command; gives the exit status."""
     settings = config.from_args(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(
-        level=settings.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
-    quiet_libraries()
+    logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format))
     library = blas.preload_openblas()
     if library is not None:
         log.info("MLX's CPU backend uses OpenBLAS (%s)", library)
@@ -83,12 +74,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mlx-serve: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def quiet_libraries() -> None:
-    """At INFO, HTTP clients log each request to the hub."""
-    for name in ("httpx", "httpcore", "urllib3", "filelock", "transformers"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def open_models(settings: Config) -> tuple[Catalog, Models]:
@@ -165,7 +150,9 @@ def serve(settings: Config, catalog: Catalog, models: Models) -> None:
     worker = Worker(scheduler, first.name if first is not None else None, models.close)
     draining = threading.Event()
     app = Api(services(settings, catalog, models, scheduler, draining.is_set))
-    server = _bind(settings, app)
+    server = http_options.bind(settings, app)
+    _warn_of_strangers(settings)
+    _raise_descriptor_limit(settings.max_connections)
     stop = _stop_on_signals()
     accepting = threading.Thread(target=server.serve_forever, name="http-accept")
     worker.start()
@@ -214,18 +201,18 @@ def services(
     )
 
 
-def _bind(settings: Config, app: Api) -> Server:
-    loopback = settings.host in ("localhost", "::1") or settings.host.startswith("127.")
-    options = ServerOptions(
-        address=(settings.host, settings.port),
-        limits=FramingLimits(max_body_bytes=settings.max_body_bytes),
-        access=AccessPolicy(allowed_origins=settings.allowed_origins, loopback_only=loopback, open_paths=OPEN_PATHS),
-    )
-    try:
-        return Server(app, options)
-    except OSError as error:
-        reason = error.strerror or error
-        raise StartError(f"cannot listen on {settings.host} port {settings.port}: {reason}") from error
+def _warn_of_strangers(settings: Config) -> None:
+    if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
+        log.warning("anyone who can reach %s may use this server: set --api-key-file", settings.host)
+
+
+def _raise_descriptor_limit(n_connections: int) -> None:
+    """macOS gives a process 256 descriptors by default: fewer than --max-connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = n_connections + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _stop_on_signals() -> threading.Event:
@@ -265,15 +252,17 @@ def ready_line(settings: Config, catalog: Catalog, server: Server) -> str:
         f"{settings.decode_concurrency} sequences at a time",
         f"queue {settings.max_queue}",
         f"body {settings.max_body_bytes} bytes",
+        f"{settings.max_connections} connections",
     ]
-    return f"ready: {_url(server.address)} | model: {model} | {', '.join(limits)}"
+    scheme = "https" if settings.tls_cert else "http"
+    return f"ready: {_url(server.address, scheme)} | model: {model} | {', '.join(limits)}"
 
 
-def _url(address: tuple[str, int] | str) -> str:
+def _url(address: tuple[str, int] | str, scheme: str) -> str:
     if isinstance(address, str):
         return f"unix:{address}"
     host, port = address
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return f"{scheme}://[{host}]:{port}/v1" if ":" in host else f"{scheme}://{host}:{port}/v1"
 
 
 def _fingerprint() -> str:

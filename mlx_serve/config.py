@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
 from mlx_serve import __version__
@@ -91,7 +91,8 @@ def one_of(*values: int) -> Callable[[str], int]:
     return parse
 
 
-_MODEL, _SAMPLING, _BATCH, _HTTP, _LOG = "model", "sampling defaults", "batching and caches", "HTTP", "logging"
+_MODEL, _SAMPLING, _BATCH = "model", "sampling defaults", "batching and caches"
+_HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "logging"
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +146,47 @@ class Config:
 
     host: str = flag(_HTTP, "127.0.0.1", "address to listen on")
     port: int = flag(_HTTP, 8080, "port to listen on; 0: any free one", parse=int, low=0, high=65535)
-    max_body_bytes: int = flag(_HTTP, 32 * 2**20, "largest request body", parse=size, low=1)
+    max_body_bytes: int = flag(_LIMITS, 32 * 2**20, "largest request body", parse=size, low=1)
+    uds: str | None = flag(_HTTP, None, "listen on a Unix socket at this path instead")
+    tls_cert: str | None = flag(_HTTP, None, "certificate chain (PEM): serve HTTPS")
+    tls_key: str | None = flag(_HTTP, None, "private key (PEM), when it is not in --tls-cert")
+    api_key: tuple[str, ...] = flag(
+        _ACCESS,
+        (),
+        "key that requests must carry; may be repeated (other users of the machine see it: a file is better)",
+        many=True,
+        env="MLX_SERVE_API_KEY",
+    )
+    api_key_file: str | None = flag(_ACCESS, None, "file with a key a line")
     allowed_origins: tuple[str, ...] = flag(
-        _HTTP, (), "browser origins that may call, comma-separated; '*': any", parse=comma_list
+        _ACCESS, (), "browser origins that may call, comma-separated; '*': any", parse=comma_list
+    )
+    allowed_hosts: tuple[str, ...] = flag(
+        _ACCESS,
+        (),
+        "names that clients may call the server by, comma-separated; on loopback its own names, elsewhere any",
+        parse=comma_list,
     )
 
+    max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
+    max_connections: int = flag(_LIMITS, 512, "open connections; beyond it new ones get 503", parse=int, low=1)
+    head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)
+    body_timeout: float = flag(_LIMITS, 300.0, "seconds to send a request's body", parse=float, low=0.1)
+    body_min_rate: int = flag(_LIMITS, 256, "bytes per second that a body must come at", parse=int, low=0)
+    idle_timeout: float = flag(
+        _LIMITS, 600.0, "seconds a connection may wait for its next request", parse=float, low=0.1
+    )
+    write_timeout: float = flag(
+        _LIMITS, 60.0, "seconds in which a client must take what it is sent", parse=float, low=0.1
+    )
     drain_timeout: float = flag(
-        _HTTP, 30.0, "seconds that running requests get to end after SIGTERM or Ctrl-C", parse=float, low=0
+        _LIMITS, 30.0, "seconds that running requests get to end after SIGTERM or Ctrl-C", parse=float, low=0
     )
 
     log_level: str = flag(
         _LOG, "INFO", "least level to log", parse=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     )
+    log_format: str = flag(_LOG, "text", "form of log lines", choices=("text", "json"))
 
 
 def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
@@ -168,21 +198,31 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
         about: Flag = f.metadata["flag"]
         group = groups.setdefault(about.group, None) or top.add_argument_group(about.group)
         groups[about.group] = group
-        default = {} if f.default is MISSING else f.default
-        _add_argument(group, f.name, default, about)
+        _add_argument(group, f.name, _default(f), about)
     return top
 
 
 def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
     """The settings that a command line and the environment give. Ends the process with a usage line on bad ones."""
-    top = parser()
+    given: dict[str, Any] = vars(parser().parse_args(argv))
     for f in fields(Config):
         about: Flag = f.metadata["flag"]
-        if about.env and environ.get(about.env):
-            top.set_defaults(**{f.name: about.parse(environ[about.env])})
-    values: dict[str, Any] = vars(top.parse_args(argv))
-    fixed: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    return Config(**fixed)
+        if given[f.name] is None:
+            given[f.name] = _unsaid(f, about, environ)
+        if about.many:
+            given[f.name] = tuple(given[f.name])
+    return Config(**given)
+
+
+def _unsaid(f: Field[Any], about: Flag, environ: Mapping[str, str]) -> Any:
+    text = environ.get(about.env, "") if about.env else ""
+    if text:
+        return (text,) if about.many else about.parse(text)
+    return _default(f)
+
+
+def _default(f: Field[Any]) -> Any:
+    return {} if f.default is MISSING else f.default
 
 
 def _add_argument(group: Any, name: str, default: Any, about: Flag) -> None:
@@ -193,9 +233,10 @@ def _add_argument(group: Any, name: str, default: Any, about: Flag) -> None:
         return
     group.add_argument(
         option,
-        default=default,
+        default=None if about.many or about.env else default,
         type=_bounded(about),
         choices=about.choices or None,
+        action="extend" if about.many else "store",
         nargs="+" if about.many else None,
         metavar=None if about.choices else name.rsplit("_", 1)[-1].upper(),
         help=text,

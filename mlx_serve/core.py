@@ -41,6 +41,10 @@ class ApiError(Exception):
         self.headers = headers
 
 
+class StartError(Exception):
+    """The server can't start; the text is one line for the operator."""
+
+
 class ClientGone(Exception):
     """The client closed its connection; there is nobody to answer."""
 

@@ -42,6 +42,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Up to this size a refused body is read, so that the connection can be kept.
 _MAX_DISCARD_BYTES = 64 * 1024
+# Of a body, at log level DEBUG.
+_MAX_LOGGED_BYTES = 4096
 _MAX_PROBES = 2
 _PROBE_EVERY_S = 0.5
 
@@ -162,6 +164,7 @@ class Exchange:
         body = receive_body(self._channel, decoder, options, options.body_timeout_s)
         self._in_step = True
         self._n_body = len(body)
+        self._log_body("request", body)
         return body
 
     def _discard_body(self, head: Head) -> None:
@@ -176,6 +179,7 @@ class Exchange:
             self._note("discard", refusal.message)
 
     def _send(self, response: Response) -> None:
+        self._log_body("reply", response.body if isinstance(response.body, bytes) else b"(a stream)")
         keep = self._head is not None and self._head.keep_alive and self._in_step and not self._setting.draining()
         self._kept = self._reply.send(response, self._fields(), Manner.of(self._head, keep))
 
@@ -201,6 +205,10 @@ class Exchange:
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
         return replace(response, headers=response.headers + missing)
+
+    def _log_body(self, which: str, raw: bytes) -> None:
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s %s: %s", which, self._request_id, ascii(raw[:_MAX_LOGGED_BYTES]))
 
     def _note(self, name: str, text: str) -> None:
         self._notes[name] = text

@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -151,3 +152,77 @@ def test_a_second_signal_ends_it_at_once(model):
                     break
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+
+
+def self_signed(folder):
+    """A certificate and its key, of the kind a user makes."""
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    command_line = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command_line += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(command_line, check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_and_keys(model, tmp_path):
+    cert, key = self_signed(tmp_path)
+    with command("--model", model, "--port", 0, "--tls-cert", cert, "--tls-key", key, "--api-key", "k1") as process:
+        line = next(line for line in process.stderr if "ready:" in line)
+        port = int(re.search(r"https://127\.0\.0\.1:(\d+)/v1", line)[1])
+        context = ssl.create_default_context(cafile=cert)
+        for headers, status in (({}, 401), ({"Authorization": "Bearer k1"}, 200), ({"x-api-key": "k1"}, 200)):
+            connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=DEADLINE_S, context=context)
+            connection.request("GET", "/v1/models", headers=headers)
+            assert connection.getresponse().status == status
+            connection.close()
+
+
+def test_a_unix_socket_is_made_for_its_owner_alone_and_goes(model, tmp_path):
+    path = tmp_path / "s"
+    with command("--model", model, "--uds", path) as process:
+        assert any(f"ready: unix:{path}" in line for line in process.stderr)
+        assert path.stat().st_mode & 0o777 == 0o600
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+            sock.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert sock.makefile("rb").readline().startswith(b"HTTP/1.1 200")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0
+        assert not path.exists()
+
+
+def test_a_bind_beyond_loopback_without_a_key_warns(model):
+    with command("--model", model, "--port", 0, "--host", "0.0.0.0") as process:
+        seen = []
+        for line in process.stderr:
+            seen.append(line)
+            if "ready:" in line:
+                break
+        assert any("WARNING" in line and "--api-key-file" in line for line in seen)
+
+
+def test_bodies_are_logged_at_debug_and_keys_never(model):
+    with command("--model", model, "--port", 0, "--log-level", "DEBUG", "--api-key", "topsecret") as process:
+        port = int(re.search(r":(\d+)/v1", next(line for line in process.stderr if "ready:" in line))[1])
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        headers = {"Authorization": "Bearer topsecret"}
+        connection.request("POST", "/v1/completions", json.dumps({"prompt": "seen\n", "max_tokens": 1}), headers)
+        assert connection.getresponse().read()
+        connection.close()
+        process.send_signal(signal.SIGTERM)
+        log = process.stderr.read()
+        assert "seen" in log
+        assert "topsecret" not in log
+
+
+def test_json_logs_are_json(model):
+    with command("--model", model, "--port", 0, "--log-format", "json") as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if "ready:" in lines[-1]["message"]:
+                break
+        ask(int(re.search(r":(\d+)/v1", lines[-1]["message"])[1]))
+        entry = json.loads(process.stderr.readline())
+        wanted = {"method": "POST", "path": "/v1/completions", "status": 200, "model": "tiny", "prompt_tokens": 3}
+        wanted |= {"cached_tokens": 0, "output_tokens": 3, "finish_reason": "length"}
+        assert wanted.items() <= entry.items()

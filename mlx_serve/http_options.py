@@ -1,0 +1,89 @@
+"""From the flags to what the HTTP layer takes: addresses, limits, who may ask. Raises StartError in one line."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Literal, cast
+
+from mlx_serve.config import Config
+from mlx_serve.core import StartError
+from mlx_serve.wire.access import AccessPolicy
+from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.options import Application, ServerOptions
+from mlx_serve.wire.server import Server
+
+# Open without a key, and while the server drains.
+OPEN_PATHS = frozenset({"/health", "/v1/health"})
+
+
+def bind(settings: Config, app: Application) -> Server:
+    """The server, bound. Raises StartError when its address is taken or its certificate is unusable."""
+    try:
+        return Server(app, options(settings))
+    except ssl.SSLError as error:
+        raise StartError(f"cannot use the TLS certificate {settings.tls_cert}: {error.reason or error}") from error
+    except OSError as error:
+        where = settings.uds or f"{settings.host} port {settings.port}"
+        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from error
+
+
+def options(settings: Config) -> ServerOptions:
+    """The HTTP layer's options."""
+    _check_tls(settings)
+    return ServerOptions(
+        address=(settings.host, settings.port),
+        uds=settings.uds,
+        limits=FramingLimits(max_body_bytes=settings.max_body_bytes, max_header_bytes=settings.max_header_bytes),
+        access=AccessPolicy(
+            api_keys=api_keys(settings),
+            allowed_origins=settings.allowed_origins,
+            allowed_hosts=settings.allowed_hosts,
+            loopback_only=is_loopback(settings) and settings.uds is None,
+            open_paths=OPEN_PATHS,
+        ),
+        head_timeout_s=settings.head_timeout,
+        body_timeout_s=settings.body_timeout,
+        body_min_bytes_per_s=settings.body_min_rate,
+        idle_timeout_s=settings.idle_timeout,
+        write_timeout_s=settings.write_timeout,
+        max_connections=settings.max_connections,
+        tls_cert=settings.tls_cert,
+        tls_key=settings.tls_key,
+        log_format=cast('Literal["text", "json"]', settings.log_format),
+    )
+
+
+def is_loopback(settings: Config) -> bool:
+    """Whether only this machine can connect."""
+    return settings.uds is not None or settings.host in ("localhost", "::1") or settings.host.startswith("127.")
+
+
+def api_keys(settings: Config) -> tuple[str, ...]:
+    """The keys of --api-key and --api-key-file; a file has one a line, and lines that begin with # are remarks."""
+    keys = list(settings.api_key)
+    if settings.api_key_file is not None:
+        keys += _keys_in(Path(settings.api_key_file).expanduser())
+    if not all(key.isascii() and key.isprintable() and " " not in key and key for key in keys):
+        raise StartError("an API key must be printable ASCII without blanks")
+    return tuple(keys)
+
+
+def _keys_in(path: Path) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot read the API keys in {path}: {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        # Else a file that was emptied by mistake would open the server to everybody.
+        raise StartError(f"{path} holds no API key")
+    return keys
+
+
+def _check_tls(settings: Config) -> None:
+    if settings.tls_key is not None and settings.tls_cert is None:
+        raise StartError("--tls-key needs --tls-cert")
+    for path in (settings.tls_cert, settings.tls_key):
+        if path is not None and not Path(path).is_file():
+            raise StartError(f"TLS file not found: {path}")
