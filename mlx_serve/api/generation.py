@@ -244,7 +244,7 @@ class _Logprobs:
     """Holds the log-probabilities of content tokens until the text that each one begins has gone out."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
+        self._tokenizer = tokenizer
         self._n_received = 0
         self._n_sent = 0
         # (position in the content at which the token's text begins, entry)
@@ -269,5 +269,4 @@ class _Logprobs:
         self._n_received = self._n_sent
 
     def _entry(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        text = self._decode([token])
-        return TokenLogprob(text, text.encode(), logprob, top)
+        return TokenLogprob(self._tokenizer.decode([token]), self._tokenizer.token_bytes(token), logprob, top)

@@ -103,6 +103,10 @@ class FakeTokenizer:
         """Control tokens as their text, the rest as UTF-8."""
         return b"".join(CONTROL[i].encode() if i in CONTROL else bytes([i]) for i in ids).decode("utf-8", "replace")
 
+    def token_bytes(self, token: int) -> bytes:
+        """The byte itself."""
+        return CONTROL[token].encode() if token in CONTROL else bytes([token])
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:

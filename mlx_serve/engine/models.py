@@ -10,7 +10,7 @@ import json
 import logging
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -18,14 +18,14 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from jinja2 import TemplateError
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
 from mlx_serve.core import ApiError
 from mlx_serve.engine.catalog import Catalog, ModelEntry
+from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, Loaded, SingleBackend, SingleOptions
+from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.scheduler import Backend
 
@@ -55,7 +55,7 @@ def locate(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise LoadError(f"model not found: no directory {name!r}, and the hub says: {_one_line(error)}") from None
+        raise LoadError(f"model not found: no directory {name!r}, and the hub says: {one_line(error)}") from None
 
 
 class ModelStore:
@@ -126,7 +126,7 @@ class ModelStore:
         try:
             loaded = self._read(entry)
         except _LOAD_ERRORS as error:
-            raise LoadError(f"cannot load {entry.path}: {_one_line(error)}") from error
+            raise LoadError(f"cannot load {entry.path}: {one_line(error)}") from error
         self._loaded = (entry.name, loaded)
         return loaded
 
@@ -161,74 +161,10 @@ class ModelStore:
         try:
             wrapper = load_tokenizer(entry.path, self._tokenizer_config, eos_token_ids=_eos_ids(entry.path))
         except _LOAD_ERRORS as error:
-            raise LoadError(f"cannot load the tokenizer of {entry.path}: {_one_line(error)}") from error
+            raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
         if self._use_default_chat_template and wrapper.chat_template is None:
             wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
         return MlxTokenizer(wrapper)
-
-
-class MlxTokenizer:
-    """mlx-lm's tokenizer as the Tokenizer protocol of ``text``; one lock, for fast tokenizers are not thread-safe."""
-
-    def __init__(self, wrapper: TokenizerWrapper) -> None:
-        self._wrapper = wrapper
-        self._lock = Lock()
-        self.eos_ids = frozenset(wrapper.eos_token_ids)
-        self.n_tokens = len(wrapper)
-        self.has_chat_template = bool(wrapper.has_chat_template)
-        self.think: tuple[str, str] | None = (wrapper.think_start, wrapper.think_end) if wrapper.has_thinking else None
-        self.tool_call: tuple[str, str] | None = None
-        if wrapper.has_tool_calling:
-            self.tool_call = (wrapper.tool_call_start, wrapper.tool_call_end)
-        self.hidden_ids = self._hidden_ids()
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token."""
-        with self._lock:
-            return list(self._wrapper.encode(text, add_special_tokens=special))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens included."""
-        with self._lock:
-            return str(self._wrapper.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
-    ) -> list[int]:
-        """The chat template's prompt. Raises ApiError 400 when the template refuses the messages."""
-        try:
-            with self._lock:
-                ids = self._wrapper.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, **options
-                )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            log.info("the chat template refused a request: %s", _one_line(error))
-            text = "The model's chat template cannot render these messages."
-            if isinstance(error, TemplateError) and error.message:
-                text += f" It says: {_one_line(error.message)}"
-            raise ApiError(400, text, param="messages") from error
-        return [int(token) for token in ids]
-
-    def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
-        """Whether the last reasoning region that the prompt opens is still open."""
-        if self.think is None:
-            return False
-        ids = list(tokens)
-        return bool(self._wrapper.rfind_think_start(ids) > self._wrapper.rfind_think_end(ids))
-
-    def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-        """The calls in one tool-call region, each {"name", "arguments"}. Raises ValueError when it is malformed."""
-        try:
-            parsed = self._wrapper.tool_parser(text, list(tools) or None)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError) as error:
-            raise ValueError(f"malformed tool call: {error}") from error
-        return parsed if isinstance(parsed, list) else [parsed]
-
-    def _hidden_ids(self) -> frozenset[int]:
-        # Control tokens never reach a client as text, but those that a marker is made of must be seen.
-        markers = "".join([*(self.think or ()), *(self.tool_call or ())])
-        special = zip(self._wrapper.all_special_ids, self._wrapper.all_special_tokens, strict=True)
-        return frozenset(token for token, text in special if not (markers and text in markers))
 
 
 def _eos_ids(path: Path) -> Any:
@@ -246,8 +182,3 @@ def _unloadable(entry: ModelEntry, error: LoadError) -> ApiError:
     log.error("%s", error)
     message = f"The model '{entry.name}' could not be loaded; the server's log says why."
     return ApiError(500, message, type="server_error", param="model")
-
-
-def _one_line(error: object) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]

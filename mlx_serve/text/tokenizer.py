@@ -25,6 +25,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """What a token adds to the text, which may be less than a character."""
+
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:

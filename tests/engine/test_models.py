@@ -145,3 +145,12 @@ def test_locate_says_what_was_not_found(name):
         locate(name)
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_bytes_of_tokens_join_to_the_text(root):
+    catalog, store = store_of(root)
+    tokenizer = store.tokenizer(catalog.find("one"))
+    text = "né 🐉\n\t 12"
+    ids = tokenizer.encode(text, special=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+    assert tokenizer.token_bytes(EOS) == b"<|end|>"

@@ -132,3 +132,10 @@ def test_json_survives_the_trip(client):
     )
     assert json.loads(raw.text)["choices"][0]["finish_reason"] in ("length", "stop")
     assert raw.headers["x-request-id"]
+
+
+def test_the_bytes_of_the_tokens_join_to_the_text(client):
+    answer = ask(client, "Repeat exactly: naïve 🐉🔥 你好", logprobs=True, max_tokens=32)
+    entries = answer.choices[0].logprobs.content
+    joined = b"".join(bytes(entry.bytes) for entry in entries)
+    assert joined.decode(errors="ignore").startswith(answer.choices[0].message.content)
