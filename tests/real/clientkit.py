@@ -1,0 +1,185 @@
+"""The whole server on the fake backend, and programs that talk to it: started, fed, and surely ended."""
+
+import json
+import math
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from pathlib import Path
+
+import pytest
+from apikit import DEADLINE_S, until
+
+from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.engine.catalog import Catalog, ModelEntry
+from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.worker import Worker
+from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server import Server
+
+# Of no bounded length: an endless answer ends only by being let go.
+ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=None, vocab_size=262)
+CHAT = "/v1/chat/completions"
+ANSWER = "user: hi\n"
+
+
+class Gate:
+    """A backend's steps in the test's hands: each waits until it is let."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._n_let = 0.0
+
+    def let(self, n_steps: float) -> None:
+        with self._changed:
+            self._n_let += n_steps
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        self.let(math.inf)
+
+    def backend(self, *, endless: bool = False, capacity: int = 32) -> FakeBackend:
+        return FakeBackend(capacity=capacity, answer=_endless if endless else echo, on_step=self._pass)
+
+    def _pass(self, _jobs: object) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._n_let >= 1, 2 * DEADLINE_S), "nobody let this step"
+            self._n_let -= 1
+
+
+def _endless(_job: object) -> Iterator[int]:
+    return repeat(ord("x"))
+
+
+class Recorder:
+    """An application that remembers which requests reached it."""
+
+    def __init__(self, app: Api) -> None:
+        self.requests = []
+        self.methods = app.methods
+        self.error = app.error
+        self._app = app
+
+    def __call__(self, request):
+        self.requests.append(request)
+        return self._app(request)
+
+
+class Served:
+    def __init__(self, server: Server, scheduler: Scheduler, requests: list) -> None:
+        self.server = server
+        self.scheduler = scheduler
+        self.requests = requests
+
+    @property
+    def port(self) -> int:
+        return self.server.address[1]
+
+    def url(self, path: str = CHAT) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+    def n_running(self) -> int:
+        return self.scheduler.health().running
+
+    def n_waiting(self) -> int:
+        return self.scheduler.health().waiting
+
+    def frees_its_place(self, gate: Gate) -> None:
+        """Steps go on, since places are freed between two of them and it is writing that finds a reader gone."""
+
+        def freed() -> bool:
+            gate.let(1)
+            return self.n_running() == 0
+
+        until(freed, "a free place")
+
+
+@contextmanager
+def served(make_backend=FakeBackend, *, max_queue=128, max_body_bytes=32 * 2**20, uds=None) -> Iterator[Served]:
+    models = FakeModels(lambda _: make_backend())
+    scheduler = Scheduler(models.open_backend, max_queue=max_queue)
+    worker = Worker(scheduler, None, models.close)
+    app = Recorder(Api(Services(scheduler, Catalog(ENTRY, ["fake"]), models, "fp_test")))
+    limits = FramingLimits(max_body_bytes=max_body_bytes)
+    server = Server(app, ServerOptions(address=("127.0.0.1", 0), uds=uds, limits=limits))
+    accepting = threading.Thread(target=server.serve_forever)
+    worker.start()
+    accepting.start()
+    try:
+        yield Served(server, scheduler, app.requests)
+    finally:
+        worker.stop()
+        server.close()
+        accepting.join(DEADLINE_S)
+
+
+@contextmanager
+def held(*, max_queue=128, **backend) -> Iterator[tuple[Served, Gate]]:
+    """A server whose backend makes no step that is not let."""
+    gate = Gate()
+    with served(lambda: gate.backend(**backend), max_queue=max_queue) as server:
+        try:
+            yield server, gate
+        finally:
+            gate.open()
+
+
+def program(name: str, *more_folders: str) -> str:
+    """Where it is; skips the test when it is nowhere."""
+    found = shutil.which(name) or shutil.which(name, path=":".join(more_folders))
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+@contextmanager
+def started(*command: object) -> Iterator[subprocess.Popen]:
+    """A program with pipes; killed at the deadline, so that reading them ends, and in any case after the block."""
+    with subprocess.Popen(
+        [str(part) for part in command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+    ) as process:
+        timer = threading.Timer(DEADLINE_S, process.kill)
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
+
+
+def chat(content: str = "hi", n_padding: int = 0, **fields) -> str:
+    """A request's body; the padding is a field that the server ignores."""
+    padding = {"padding": "x" * n_padding} if n_padding else {}
+    return json.dumps({"messages": [{"role": "user", "content": content}], **fields, **padding})
+
+
+def content_of(answer: dict) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def error_of(answer: dict) -> dict:
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    return answer["error"]
+
+
+def deltas(lines) -> Iterator[str]:
+    """The content of a stream's events, each as soon as its line is there; checks that [DONE] ends it."""
+    for line in lines:
+        text = (line.decode() if isinstance(line, bytes) else line).strip()
+        if text == "data: [DONE]":
+            return
+        if text.startswith("data: "):
+            for choice in json.loads(text.removeprefix("data: "))["choices"]:
+                if content := choice["delta"].get("content"):
+                    yield content
+    raise AssertionError("the stream has no end")
