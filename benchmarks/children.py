@@ -1,0 +1,214 @@
+"""The programs that are compared, as child processes: how each is started, asked, and ended whatever happens.
+
+Every child loads OpenBLAS in the same way before it imports mlx, so all three compute alike. Knows no load and no
+statistics.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+
+_PRELOAD = "from mlx_serve.blas import preload_openblas; preload_openblas(); "
+_START_TIMEOUT_S = 300.0
+_STOP_TIMEOUT_S = 5.0  # mlx-serve would give requests that run half a minute
+
+
+class BenchmarkError(Exception):
+    """The measurement cannot go on; the text is for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that runs. ``log`` is what it wrote, for when it fails."""
+
+    name: str
+    port: int
+    model: str
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. ``ttft_s``: from sending the request to the first text."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish: str
+    ttft_s: float
+
+
+def our_command(model: Path, port: int) -> list[str]:
+    return [sys.executable, "-m", "mlx_serve", "--model", str(model), "--port", str(port)]
+
+
+def their_command(model: Path, port: int) -> list[str]:
+    code = _PRELOAD + "from mlx_lm.server import main; main()"
+    return [sys.executable, "-c", code, "--model", str(model), "--port", str(port)]
+
+
+def demo_model() -> Path:
+    """The demo model, which another process makes, so that this one never imports mlx."""
+    code = "from mlx_serve.demo import ensure_demo_model; print(ensure_demo_model())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.strip())
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def end_on_sigterm() -> None:
+    """Have SIGTERM unwind the stack as Ctrl-C does, for the children to be ended."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+
+
+def spawn(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the process to end, and make it end."""
+    process.terminate()
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def running(name: str, command: Sequence[str], model: Path, port: int) -> Iterator[Server]:
+    """The server, from when its /health says yes until the block ends."""
+    with tempfile.TemporaryFile() as log:
+        process = spawn(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            server = Server(name, port, str(model), process, log)
+            wait_healthy(server)
+            yield server
+        finally:
+            end(process)
+
+
+def wait_healthy(server: Server) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not healthy(server.port):
+        if server.process.poll() is not None:
+            server.log.seek(0)
+            raise BenchmarkError(f"{server.name} ended: {server.log.read().decode(errors='replace')[-1000:]}")
+        if time.monotonic() > deadline:
+            raise BenchmarkError(f"{server.name} was not ready after {_START_TIMEOUT_S:.0f} s")
+        time.sleep(0.02)
+
+
+def healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection(HOST, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def connect(port: int) -> http.client.HTTPConnection:
+    """A connection that is kept open between requests, where the server allows it."""
+    return http.client.HTTPConnection(HOST, port, timeout=600)
+
+
+def ask(connection: http.client.HTTPConnection, model: str, messages: list[dict[str, str]], max_tokens: int) -> Answer:
+    """Send one chat request and read its stream to the end."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    start = time.perf_counter()
+    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    if response.status != 200:
+        raise BenchmarkError(f"HTTP {response.status}: {response.read()[:500]!r}")
+    return _read(response, start)
+
+
+def _read(response: http.client.HTTPResponse, start: float) -> Answer:
+    usage: dict[str, Any] = {}
+    finish, ttft_s = "", float("nan")
+    for chunk in _chunks(response):
+        usage = chunk.get("usage") or usage
+        for choice in chunk.get("choices", ()):
+            if choice["delta"].get("content") and ttft_s != ttft_s:  # noqa: PLR0124 - not a number until then
+                ttft_s = time.perf_counter() - start
+            finish = choice.get("finish_reason") or finish
+    if not usage or not finish:
+        raise BenchmarkError("the stream ended without usage or finish_reason")
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    return Answer(usage["prompt_tokens"], cached, usage["completion_tokens"], finish, ttft_s)
+
+
+def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    # To the very end of the body, as the connection can be used again only then.
+    while line := response.readline():
+        if line.startswith(b"data: {"):
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise BenchmarkError(f"error in the stream: {chunk['error']}")
+            yield chunk
+
+
+def offline_command(model: Path) -> list[str]:
+    return [sys.executable, "-c", _PRELOAD + "from benchmarks.offline import main; main()", str(model)]
+
+
+class Offline:
+    """mlx-lm without a server: batch_generate in a child that takes one JSON line per task."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def run(self, prompts: list[list[dict[str, str]]], batch_size: int, max_tokens: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        task = {"prompts": prompts, "batch_size": batch_size, "max_tokens": max_tokens}
+        self._process.stdin.write(json.dumps(task).encode() + b"\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchmarkError("the offline child ended; its error is above")
+        result: dict[str, Any] = json.loads(line)
+        return result
+
+
+@contextmanager
+def offline(model: Path) -> Iterator[Offline]:
+    process = spawn(offline_command(model), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield Offline(process)
+    finally:
+        end(process)

@@ -1,0 +1,51 @@
+"""How much of the machine others used during a measurement, from Linux's /proc; elsewhere unknown.
+
+A comparison is disturbed when another program, or the host of this virtual machine, takes processor time away.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+
+
+def watch_others(pids: Sequence[int]) -> Callable[[], float | None]:
+    """Starts now; the function that it gives tells which share of all processors neither ``pids`` nor idling took."""
+    if not _STAT.exists():
+        return lambda: None
+    busy, total = _machine()
+    own = _own(pids)
+
+    def share() -> float:
+        busy_now, total_now = _machine()
+        return max(0, busy_now - busy - (_own(pids) - own)) / max(1, total_now - total)
+
+    return share
+
+
+def watch_process(pid: int) -> Callable[[], float | None]:
+    """Starts now; the function that it gives tells the seconds of processor time that the process took."""
+    if not _STAT.exists():
+        return lambda: None
+    before = _ticks(pid)
+    return lambda: (_ticks(pid) - before) / os.sysconf("SC_CLK_TCK")
+
+
+def _machine() -> tuple[int, int]:
+    """Ticks not idle, and all ticks."""
+    # user nice system idle iowait irq softirq steal; the guests after them are in user already
+    ticks = [int(field) for field in _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)
+
+
+def _own(pids: Sequence[int]) -> int:
+    return sum(_ticks(pid) for pid in (os.getpid(), *pids))
+
+
+def _ticks(pid: int) -> int:
+    # The second field, the program's name in brackets, may hold blanks.
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
