@@ -32,6 +32,8 @@ log = logging.getLogger("mlx_serve")
 
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
+# Time for the errors of requests that did not end in time to reach their clients.
+_LAST_WORDS_S = 2.0
 
 
 class Models(Tokenizers, Protocol):
@@ -54,6 +56,8 @@ def run() -> NoReturn:
         status = main()
     except SystemExit as usage:  # argparse's --help, --version and usage errors
         status = usage.code if isinstance(usage.code, int) else 1
+    except KeyboardInterrupt:  # before ``serve`` has its own handler: while a model is fetched or built
+        status = 128 + signal.SIGINT
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,11 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_models(settings: Config) -> tuple[Catalog, Models]:
     """The catalog and the store of MLX models that the flags describe. Raises StartError."""
     from mlx_serve.engine.mlx_backend import BatchOptions, SingleOptions
-    from mlx_serve.engine.models import LoadError, ModelStore, locate
+    from mlx_serve.engine.models import LoadError, ModelStore, locate, n_ranks
 
+    if n_ranks() > 1:
+        raise StartError("started on several ranks by mlx.launch: this version serves from one machine only")
     try:
         default = _default_entry(settings, locate)
-        draft_path = locate(settings.draft_model) if settings.draft_model else None
+        draft_path = _draft_path(settings, locate)
         catalog = _catalog(settings, default)
         tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
         if settings.chat_template:
@@ -124,6 +130,16 @@ def _default_entry(settings: Config, locate: Callable[[str], Path]) -> ModelEntr
     # A directory's name, but a repository's whole id; the path to a directory is the operator's, not for clients.
     name = path.resolve().name if Path(settings.model).expanduser().exists() else settings.model
     return read_entry(_name(settings, name), path, adapter)
+
+
+def _draft_path(settings: Config, locate: Callable[[str], Path]) -> Path | None:
+    if settings.draft_model is None:
+        return None
+    if settings.model is None and not settings.demo:
+        raise StartError("--draft-model needs --model")
+    path = locate(settings.draft_model)
+    read_entry("draft", path)
+    return path
 
 
 def _name(settings: Config, name: str) -> str:
@@ -168,6 +184,8 @@ def serve(settings: Config, catalog: Catalog, models: Models) -> None:
             log.warning("some requests did not end in time")
     finally:
         worker.stop()
+        # Whoever still waited has an error to read now.
+        server.drain(_LAST_WORDS_S)
         server.close()
         accepting.join()
 

@@ -119,7 +119,11 @@ class Config:
         _MODEL, {}, """arguments for the chat template, as JSON: '{"enable_thinking": false}'""", parse=json_object
     )
     max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens of a request", parse=int, low=2)
-    pipeline: bool = flag(_MODEL, False, "pipeline instead of tensor parallelism, under mlx.launch")
+    pipeline: bool = flag(
+        _MODEL,
+        False,
+        "pipeline instead of tensor parallelism on several ranks (of no effect on one; several are not served yet)",
+    )
 
     temp: float = flag(_SAMPLING, 0.0, "temperature", parse=float, low=0, high=2)
     top_p: float = flag(_SAMPLING, 1.0, "nucleus sampling", parse=float, low=0, high=1)

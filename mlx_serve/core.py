@@ -14,6 +14,9 @@ from typing import Literal, TypeAlias
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Region: TypeAlias = Literal["content", "reasoning"]
 
+# Where the tokenizer cuts a text before encoding it. Half of a surrogate pair: nothing that a client sends can hold it.
+GUARD = "\udc00"
+
 
 class ApiError(Exception):
     """A request that is refused, or that failed, in OpenAI's terms.
@@ -82,8 +85,26 @@ class Response:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """Where in an output its grammar takes hold, in token ids; by default at the first token.
+
+    ``until`` ends what comes before (the reasoning). ``waiting``: the output begins in there; one of ``detours`` as
+    its first token leads there too. One of ``exits`` before the grammar has begun (the opening of a tool call) leaves
+    the grammar for good.
+    """
+
+    waiting: bool = False
+    until: tuple[int, ...] = ()
+    detours: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen, with mlx-lm's meaning of each field; penalties of 0 are off."""
+    """How the next token is chosen, with mlx-lm's meaning of each field; penalties of 0 are off.
+
+    Presence and frequency penalties look at the output alone, as OpenAI has it; without a context size at all of it.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -95,14 +116,20 @@ class Sampling:
     repetition_penalty: float = 0.0
     repetition_context_size: int = 20
     presence_penalty: float = 0.0
-    presence_context_size: int = 20
+    presence_context_size: int | None = None
     frequency_penalty: float = 0.0
-    frequency_context_size: int = 20
+    frequency_context_size: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     n_draft_tokens: int = 3
     # None: no log-probabilities wanted; k: those of the chosen token and of the k likeliest ones.
     top_logprobs: int | None = None
+    # The end tokens are out of reach for so many tokens, or for good.
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    # A llguidance grammar that the output has to match.
+    grammar: str | None = None
+    gate: Gate = Gate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +209,21 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """One whole tool call; ``arguments`` is JSON text."""
+class ToolCallStart:
+    """A tool call begins; ``call`` numbers the calls of one choice from 0. Its arguments follow."""
 
     index: int
+    call: int
     name: str
-    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """A piece of a call's arguments; joined they are JSON text."""
+
+    index: int
+    call: int
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,4 +250,4 @@ class Beat:
     """Nothing has come for a while; a stream says so to keep its connection open."""
 
 
-Delta: TypeAlias = Text | ToolCall | Finish | Beat
+Delta: TypeAlias = Text | ToolCallStart | ToolCallArguments | Finish | Beat

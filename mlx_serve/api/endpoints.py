@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.core import ApiError, ClientGone, Event, Job, Prompt, RawRequest, Response
+from mlx_serve.core import ApiError, ClientGone, Event, Gate, Job, Prompt, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.text.formats import formats
+from mlx_serve.text.grammar import compile_forced_call, compile_rule
 from mlx_serve.text.prompt import chat_prompt, text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.wire import sse
@@ -51,6 +53,8 @@ class Services:
     adapter: str | None = None
     draft_model: str | None = None
     draining: Callable[[], bool] = lambda: False
+    # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
+    check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
 
 
 class Api:
@@ -83,16 +87,21 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/chat/completions"""
     body = schema.parse(schema.ChatRequest, request.body)
     entry, tokenizer = _model(services, body)
+    grammar = _grammar(services, entry, body)
     prompt = chat_prompt(
         tokenizer,
         [message.as_dict() for message in body.messages],
         tools=body.offered_tools,
-        options={**services.template_options, **body.chat_template_kwargs},
+        options={**services.template_options, **body.template_options},
         role_mapping=body.role_mapping,
+    )
+    options = OutputOptions(
+        tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
     )
     limit = body.wanted_tokens or services.defaults.max_tokens
     jobs = _jobs(services, entry, body, [prompt], limit, param="messages")
-    options = OutputOptions(tuple(body.stop), tuple(body.offered_tools))
+    if grammar is not None:
+        _constrain(jobs, grammar, _gate(tokenizer, prompt, options))
     reply = _Reply(services, request, entry, jobs, options, body)
     return reply.respond(render.ChatRenderer(reply.head("chatcmpl")), tokenizer)
 
@@ -101,9 +110,12 @@ def completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/completions"""
     body = schema.parse(schema.CompletionRequest, request.body)
     entry, tokenizer = _model(services, body)
+    grammar = _grammar(services, entry, body)
     prompts = [_completion_prompt(entry, tokenizer, prompt) for prompt in body.prompt]
     limit = body.wanted_tokens or schema.COMPLETION_MAX_TOKENS
     jobs = _jobs(services, entry, body, prompts, limit, param="prompt")
+    if grammar is not None:
+        _constrain(jobs, grammar, Gate())
     echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
     reply = _Reply(services, request, entry, jobs, OutputOptions(tuple(body.stop), is_chat=False), body)
     return reply.respond(render.CompletionRenderer(reply.head("cmpl"), echoes, body.n), tokenizer)
@@ -215,6 +227,38 @@ def _model(services: Services, body: schema._Request) -> tuple[ModelEntry, Token
     _check_choice("draft_model", body.draft_model, services.draft_model)
     entry = services.catalog.find(body.model)
     return entry, services.tokenizers.tokenizer(entry)
+
+
+def _grammar(
+    services: Services, entry: ModelEntry, body: schema.ChatRequest | schema.CompletionRequest
+) -> str | None:
+    """What the text has to match. Raises ApiError 400 when that is too much, or cannot be compiled for the model."""
+    rule = body.rule()
+    functions = body.must_call if isinstance(body, schema.ChatRequest) else []
+    if functions:
+        # A format is for an answer in words, and there will be none.
+        if rule is not None and rule.param != "response_format":
+            raise ApiError(400, f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other.")
+        grammar, param = compile_forced_call(functions), "tools"
+    elif rule is not None:
+        grammar, param = compile_rule(rule), rule.param
+    else:
+        return None
+    if fault := services.check_grammar(entry, grammar):
+        raise ApiError(400, f"Invalid value for '{param}': it cannot be compiled: {fault}", param=param)
+    return grammar
+
+
+def _gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> Gate:
+    found = formats(tokenizer)
+    # gpt-oss makes even a call that it has to make in its own way, should it begin one.
+    with_calls = bool(options.tools) and (not options.forced_call or found.is_harmony)
+    return found.gate(in_reasoning=prompt.in_reasoning, with_calls=with_calls)
+
+
+def _constrain(jobs: Sequence[Job], grammar: str, gate: Gate) -> None:
+    for job in jobs:
+        job.sampling = replace(job.sampling, grammar=grammar, gate=gate)
 
 
 def _completion_prompt(entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:

@@ -1,17 +1,15 @@
-"""From jobs to deltas: submit, detokenize, split, cut, parse; and cancel whatever is left when the consumer goes.
+"""From jobs to deltas: submit, detokenize, split, cut; and cancel whatever is left when the consumer goes.
 
-    TokenEvent -> Detokenizer -> RegionSplitter -> StopCutter (content only) -> Text
-                                              \\-> tool-call text, parsed    -> ToolCall
+    TokenEvent -> Detokenizer -> Splitter -> StopCutter (content only) -> Text
+                                        \\-> names, arguments          -> ToolCallStart, ToolCallArguments
 
 One generator for streaming and not streaming. Closing it, at any point, frees the places of its jobs.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +26,16 @@ from mlx_serve.core import (
     Text,
     TokenEvent,
     TokenLogprob,
-    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
     Usage,
 )
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.text.detokenizer import Detokenizer
-from mlx_serve.text.stream import Piece, RegionSplitter, StopCutter
+from mlx_serve.text.formats import formats
+from mlx_serve.text.pieces import Piece, Splitter, Symbols
+from mlx_serve.text.stream import Layout, RegionSplitter, StopCutter
 from mlx_serve.text.tokenizer import Tokenizer
-
-log = logging.getLogger(__name__)
 
 # How long a client that has gone may go unnoticed, and how long a stream may be silent.
 ALIVE_EVERY_S = 0.25
@@ -53,6 +52,10 @@ class OutputOptions:
     tools: tuple[dict[str, Any], ...] = ()
     # A plain completion is all content, and continues its prompt's text.
     is_chat: bool = True
+    # A grammar makes the whole content one call: {"name": ..., "arguments": {...}}.
+    forced_call: bool = False
+    # Further calls are dropped, and end the answer. None: as many as the model makes.
+    max_calls: int | None = None
 
 
 class Generation:
@@ -150,24 +153,36 @@ class _Choice:
     n_tokens: int = 0
     n_reasoning: int = 0
     n_cached: int = 0
-    made_calls: bool = False
+    n_calls: int = 0
+    # A call too many came.
+    has_enough: bool = False
+    # How much text the splitter was given.
+    position: int = 0
+    controls: Mapping[int, str] = field(init=False)
+    symbols: Symbols = field(init=False)
     detokenizer: Detokenizer = field(init=False)
-    splitter: RegionSplitter = field(init=False)
+    splitter: Splitter = field(init=False)
     cutter: StopCutter = field(init=False)
     logprobs: _Logprobs = field(init=False)
 
     def __post_init__(self) -> None:
-        chat = self.options.is_chat
-        prompt = self.job.prompt
-        context = () if chat else prompt.tokens
-        self.detokenizer = Detokenizer(self.tokenizer.decode, self.tokenizer.hidden_ids, context)
-        self.splitter = RegionSplitter(
-            self.tokenizer.think if chat else None,
-            self.tokenizer.tool_call if chat and self.options.tools else None,
-            in_reasoning=prompt.in_reasoning,
-        )
+        if self.options.is_chat:
+            self._read_as_chat()
+        else:
+            self.controls, self.symbols = {}, Symbols({})
+            self.splitter = RegionSplitter(Layout(), self.symbols)
+            context = self.job.prompt.tokens
+            self.detokenizer = Detokenizer(self.tokenizer.decode, self.tokenizer.hidden_ids, context)
         self.cutter = StopCutter(self.options.stops)
         self.logprobs = _Logprobs(self.tokenizer)
+
+    def _read_as_chat(self) -> None:
+        found = formats(self.tokenizer)
+        forced, tools = self.options.forced_call, self.options.tools
+        self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
+        in_reasoning = self.job.prompt.in_reasoning
+        self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
+        self.detokenizer = Detokenizer(self.tokenizer.decode, ())
 
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):
@@ -178,83 +193,103 @@ class _Choice:
     def _take_token(self, event: TokenEvent) -> Iterator[Delta]:
         self.n_tokens += 1
         if event.finish != "stop":
-            yield from self._feed(event)
-        if event.finish is not None and not self.cutter.stopped:
-            yield from self._pieces(self.splitter.flush())
-            if not self.cutter.stopped:
+            yield from self._pieces(self._feed(event))
+        if event.finish is not None and not self._is_over():
+            yield from self._pieces(self.splitter.flush(cut=event.finish == "length"))
+            if not self._is_over():
                 yield from self._text(self.cutter.flush())
-        if event.finish is not None or self.cutter.stopped:
+        if event.finish is not None or self._is_over():
             self.finish = self._end(event)
             yield self.finish
 
-    def _feed(self, event: TokenEvent) -> Iterator[Delta]:
-        text = self.detokenizer.add(event.token)
-        self.n_reasoning += self.splitter.kind == "reasoning"
-        if event.logprob is not None and self.splitter.kind == "content":
-            self.logprobs.add(event, text)
-        pieces = self.splitter.feed(text)
-        yield from self._pieces(pieces)
-        if self.splitter.kind != "content":
-            self.logprobs.drop()
+    def _is_over(self) -> bool:
+        return self.cutter.stopped or self.has_enough
+
+    def _feed(self, event: TokenEvent) -> list[Piece]:
+        self.n_reasoning += self.splitter.region == "reasoning"
+        if event.token in self.controls:
+            self.detokenizer.interrupt()
+            text = self.symbols.char(event.token)
+        else:
+            text = self.detokenizer.add(event.token)
+        if event.logprob is not None and (text or event.token not in self.tokenizer.hidden_ids):
+            self.logprobs.add(event, self.position, self.position + len(text))
+        self.position += len(text)
+        return self.splitter.feed(text)
 
     def _pieces(self, pieces: Sequence[Piece]) -> Iterator[Delta]:
         for piece in pieces:
-            if self.cutter.stopped:
+            if self._is_over():
                 return
-            if piece.kind == "tool":
-                yield from self._tool_calls(piece)
-            elif piece.kind == "reasoning":
-                yield Text(self.job.index, "reasoning", piece.text)
+            if piece.kind == "content":
+                self.logprobs.place(piece)
+                yield from self._text(self.cutter.feed(piece.text))
             else:
-                yield from self._content(piece.text)
+                # A stop string does not reach over what is no content.
+                yield from self._text(self.cutter.flush())
+                yield from self._other(piece)
 
-    def _content(self, text: str) -> Iterator[Delta]:
-        yield from self._text(self.cutter.feed(text))
+    def _other(self, piece: Piece) -> Iterator[Delta]:
+        index = self.job.index
+        if piece.kind == "reasoning":
+            self.logprobs.drop(piece.end)
+            yield Text(index, "reasoning", piece.text)
+        elif piece.kind == "call":
+            self.has_enough = self.n_calls == self.options.max_calls
+            if not self.has_enough:
+                self.n_calls += 1
+                yield ToolCallStart(index, self.n_calls - 1, piece.text)
+        else:
+            yield ToolCallArguments(index, self.n_calls - 1, piece.text)
 
     def _text(self, text: str) -> Iterator[Delta]:
         logprobs = self.logprobs.take(len(text))
         if text:
             yield Text(self.job.index, "content", text, logprobs)
 
-    def _tool_calls(self, piece: Piece) -> Iterator[Delta]:
-        try:
-            calls = self.tokenizer.parse_tool_call(piece.text, self.options.tools)
-            found = [ToolCall(self.job.index, str(call["name"]), _arguments(call)) for call in calls]
-        except (ValueError, KeyError) as error:
-            log.info("a malformed tool call goes out as text: %s", error)
-            yield from self._content(piece.raw)
-            return
-        self.made_calls = self.made_calls or bool(found)
-        yield from found
-
     def _end(self, event: TokenEvent) -> Finish:
-        reason: FinishReason = "stop" if self.cutter.stopped else event.finish or "stop"
-        if self.made_calls and reason == "stop":
+        reason: FinishReason = "stop" if self._is_over() else event.finish or "stop"
+        if self.n_calls and reason == "stop":
             reason = "tool_calls"
         usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
         return Finish(self.job.index, reason, usage)
 
 
-def _arguments(call: dict[str, Any]) -> str:
-    arguments = call.get("arguments", {})
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
 class _Logprobs:
-    """Holds the log-probabilities of content tokens until the text that each one begins has gone out."""
+    """Holds the log-probabilities of tokens until the content that each one begins in has gone out.
+
+    ``add`` tells where a token's text is in the text that the splitter was given, ``place`` which part of that has
+    become content; a token's entry goes out with the content, or not at all.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._n_received = 0
+        self._n_placed = 0
         self._n_sent = 0
+        # (first and last position in the text, entry)
+        self._heard: list[tuple[int, int, TokenLogprob]] = []
         # (position in the content at which the token's text begins, entry)
         self._waiting: list[tuple[int, TokenLogprob]] = []
 
-    def add(self, event: TokenEvent, text: str) -> None:
+    def add(self, event: TokenEvent, start: int, end: int) -> None:
         assert event.logprob is not None
         top = tuple(self._entry(token, logprob) for token, logprob in event.top_logprobs)
-        self._waiting.append((self._n_received, self._entry(event.token, event.logprob, top)))
-        self._n_received += len(text)
+        self._heard.append((start, end, self._entry(event.token, event.logprob, top)))
+
+    def place(self, piece: Piece) -> None:
+        """A part of the text is content."""
+        begun = [heard for heard in self._heard if heard[0] < piece.end]
+        del self._heard[: len(begun)]
+        for start, end, entry in begun:
+            # A token without text is the first byte of a character that the next one ends.
+            if end > piece.start or start >= piece.start:
+                self._waiting.append((self._n_placed + max(0, start - piece.start), entry))
+        self._n_placed += len(piece.text)
+
+    def drop(self, end: int) -> None:
+        """The text up to here is no content."""
+        while self._heard and self._heard[0][1] <= end and self._heard[0][0] < end:
+            del self._heard[0]
 
     def take(self, n_chars: int) -> tuple[TokenLogprob, ...]:
         """The entries that go with the next ``n_chars`` of the content."""
@@ -262,11 +297,6 @@ class _Logprobs:
         out = tuple(entry for start, entry in self._waiting if start < self._n_sent)
         del self._waiting[: len(out)]
         return out
-
-    def drop(self) -> None:
-        """What waits turned out to be a marker, not content."""
-        self._waiting.clear()
-        self._n_received = self._n_sent
 
     def _entry(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
         return TokenLogprob(self._tokenizer.decode([token]), self._tokenizer.token_bytes(token), logprob, top)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mlx_serve.core import Beat, Delta, Finish, Text, TokenLogprob, ToolCall, Usage
+from mlx_serve.core import Beat, Delta, Finish, Text, TokenLogprob, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
 
 # one-api reads lines of at most 64 KiB and then ends its reply in silence; a character takes up to 6 bytes as JSON.
@@ -59,7 +59,8 @@ class Choice:
     index: int
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    # Each call's name and arguments.
+    calls: list[tuple[str, list[str]]] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
 
@@ -68,8 +69,10 @@ class Choice:
         if isinstance(delta, Text):
             (self.content if delta.region == "content" else self.reasoning).append(delta.text)
             self.logprobs += delta.logprobs
-        elif isinstance(delta, ToolCall):
-            self.calls.append(delta)
+        elif isinstance(delta, ToolCallStart):
+            self.calls.append((delta.name, []))
+        elif isinstance(delta, ToolCallArguments):
+            self.calls[delta.call][1].append(delta.text)
         elif isinstance(delta, Finish):
             self.finish = delta
 
@@ -137,11 +140,10 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class ChatRenderer:
-    """chat.completion and chat.completion.chunk. Made anew for each reply: it numbers a choice's tool calls."""
+    """chat.completion and chat.completion.chunk."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._n_calls: dict[int, int] = {}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role, before the first token is known, and only here: clients join the roles they get."""
@@ -151,8 +153,11 @@ class ChatRenderer:
         """The stream chunks of a delta."""
         if isinstance(delta, Text):
             yield from self._text_chunks(delta)
-        elif isinstance(delta, ToolCall):
-            yield from self._call_chunks(delta)
+        elif isinstance(delta, ToolCallStart):
+            # The name with no arguments; clients join both, so neither is repeated.
+            yield self._chunk(delta.index, {"tool_calls": [{"index": delta.call} | _call_object(delta.name, "")]})
+        elif isinstance(delta, ToolCallArguments):
+            yield from self._argument_chunks(delta)
         elif isinstance(delta, Finish):
             yield self._chunk(delta.index, {}, finish_reason=delta.reason)
 
@@ -174,7 +179,7 @@ class ChatRenderer:
         if choice.reasoning:
             message |= _reasoning("".join(choice.reasoning))
         if choice.calls:
-            message["tool_calls"] = [_call_object(call.name, call.arguments) for call in choice.calls]
+            message["tool_calls"] = [_call_object(name, "".join(arguments)) for name, arguments in choice.calls]
         return {
             "index": choice.index,
             "message": message,
@@ -187,14 +192,10 @@ class ChatRenderer:
             fields = {"content": piece.text} if piece.region == "content" else _reasoning(piece.text)
             yield self._chunk(piece.index, fields, logprobs=chat_logprobs(piece.logprobs))
 
-    def _call_chunks(self, call: ToolCall) -> Iterator[dict[str, Any]]:
-        """First the name with no arguments, then the arguments: clients join both, so neither is repeated."""
-        number = self._n_calls.get(call.index, 0)
-        self._n_calls[call.index] = number + 1
-        yield self._chunk(call.index, {"tool_calls": [{"index": number} | _call_object(call.name, "")]})
-        for i in range(0, len(call.arguments), MAX_DELTA_CHARS):
-            part = call.arguments[i : i + MAX_DELTA_CHARS]
-            yield self._chunk(call.index, {"tool_calls": [{"index": number, "function": {"arguments": part}}]})
+    def _argument_chunks(self, delta: ToolCallArguments) -> Iterator[dict[str, Any]]:
+        for i in range(0, len(delta.text), MAX_DELTA_CHARS):
+            part = {"index": delta.call, "function": {"arguments": delta.text[i : i + MAX_DELTA_CHARS]}}
+            yield self._chunk(delta.index, {"tool_calls": [part]})
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
@@ -288,7 +289,8 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
 
 def json_logprob(logprob: float) -> float:
     """A log-probability that JSON can say."""
-    return max(logprob, LOGPROB_OF_ZERO)
+    # Written so that NaN, which compares as false, takes this way out too.
+    return logprob if logprob > LOGPROB_OF_ZERO else LOGPROB_OF_ZERO
 
 
 def _object(head: Head, kind: str, choices: list[Any]) -> dict[str, Any]:

@@ -9,22 +9,31 @@ https://platform.openai.com/docs/api-reference/completions/create; the rest is m
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
 
+from mlx_serve.api import tools as tool_fields
+from mlx_serve.api.fields import (
+    Content,
+    Float,
+    LogitBias,
+    Model,
+    Prompts,
+    Stops,
+    Str,
+    TemplateOptions,
+    TextLogprobs,
+    refuse,
+)
+from mlx_serve.api.structured import Structured
 from mlx_serve.core import ApiError, Sampling
+from mlx_serve.text.grammar import Function
 
 MAX_N = 128
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
-MAX_TEXT_LOGPROBS = 5
-MAX_PROMPTS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,110 +48,18 @@ class Defaults:
     n_draft_tokens: int = 3
 
 
-def _refuse(text: str) -> NoReturn:
-    raise PydanticCustomError("refused", "{text}", {"text": text})
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        _refuse("Must be a finite number.")
-    return value
-
-
-def _text(value: str) -> str:
-    # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
-    if any("\ud800" <= char <= "\udfff" for char in value):
-        _refuse("Holds half of a surrogate pair, which is not a character.")
-    return value
-
-
-def _stop_list(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        _refuse("Must be a string or a list of strings.")
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        _refuse(f"At most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters.")
-    if "" in stops:
-        _refuse("A stop string must not be empty.")
-    return stops
-
-
-def _logit_bias(value: Any) -> Any:
-    if not isinstance(value, dict):
-        _refuse("Must be an object of token id to bias.")
-    for token, bias in value.items():
-        if not re.fullmatch(r"[0-9]{1,9}", token, re.ASCII):
-            _refuse("Its keys must be token ids.")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            _refuse("Its values must be numbers between -100 and 100.")
-    return {int(token): float(bias) for token, bias in value.items()}
-
-
-def _content(value: Any) -> Any:
-    """Text parts join without anything between: one part gives exactly the prompt of the plain string."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        _refuse("Must be a string or a list of content parts.")
-    return "".join(_part_text(part) for part in value)
-
-
-def _part_text(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in ("text", "refusal"):
-        _refuse("This server takes content parts of type 'text' only: its models read text.")
-    text = part.get(kind)
-    if not isinstance(text, str):
-        _refuse(f"A content part of type '{kind}' must have a string '{kind}'.")
-    return text
-
-
-# What the tokenizer's apply_chat_template takes for itself; "chat_template" would be code from a client.
-_RESERVED_OPTIONS = frozenset(
-    [
-        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    ]
-)
-
-
-def _template_options(value: dict[str, Any]) -> dict[str, Any]:
-    taken = sorted(_RESERVED_OPTIONS & value.keys())
-    if taken:
-        _refuse(f"'{taken[0]}' is not for the chat template.")
-    return value
-
-
-Str = Annotated[str, AfterValidator(_text)]
-Float = Annotated[float, AfterValidator(_finite)]
-Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
-LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
-Content = Annotated[Str | None, BeforeValidator(_content)]
-
-
-class _Model(BaseModel):
-    # Frozen and strict; what is not known is ignored, for clients send vendor extras.
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_absent(cls, value: Any) -> Any:
-        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
-
-
-class _CalledFunction(_Model):
+class _CalledFunction(Model):
     name: Str
     arguments: Str = "{}"
 
 
-class _ToolCall(_Model):
+class _ToolCall(Model):
     id: Str = ""
     type: Literal["function"] = "function"
     function: _CalledFunction
 
 
-class Message(_Model):
+class Message(Model):
     """One turn of a conversation, in any role; ``developer`` is the newer name of ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -156,7 +73,7 @@ class Message(_Model):
     def _has_content(self) -> Message:
         # Only an assistant's turn may be without: it may be nothing but tool calls.
         if self.content is None and self.role != "assistant":
-            _refuse("A message must have 'content'.")
+            refuse("A message must have 'content'.")
         return self
 
     def as_dict(self) -> dict[str, Any]:
@@ -165,34 +82,11 @@ class Message(_Model):
         return {**self.model_dump(exclude_none=True), "role": role, "content": self.content}
 
 
-class _Function(_Model):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: Str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(_Model):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    function: _Function
-
-
-class _StreamOptions(_Model):
+class _StreamOptions(Model):
     include_usage: bool = False
 
 
-class _ResponseFormat(_Model):
-    type: str
-
-    @model_validator(mode="after")
-    def _served(self) -> _ResponseFormat:
-        if self.type != "text":
-            _refuse("This server does not constrain its output yet: only {'type': 'text'} is served.")
-        return self
-
-
-class _Request(_Model):
+class _Request(Structured):
     """The fields that chat and plain completions share."""
 
     model: Str | None = None
@@ -210,11 +104,14 @@ class _Request(_Model):
     repetition_penalty: Annotated[Float, Field(ge=0, le=100)] = 0.0
     repetition_context_size: Annotated[int, Field(ge=0)] = 20
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    presence_context_size: Annotated[int, Field(ge=0)] = 20
+    presence_context_size: Annotated[int, Field(ge=0)] | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    frequency_context_size: Annotated[int, Field(ge=0)] = 20
+    frequency_context_size: Annotated[int, Field(ge=0)] | None = None
     logit_bias: LogitBias = {}
     seed: int | None = None
+    # vLLM's, for benchmarks.
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    ignore_eos: bool = False
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None
@@ -241,6 +138,8 @@ class _Request(_Model):
             seed=self.seed,
             n_draft_tokens=_or(self.num_draft_tokens, defaults.n_draft_tokens),
             top_logprobs=top_logprobs,
+            min_tokens=self.min_tokens,
+            ignore_eos=self.ignore_eos,
         )
 
 
@@ -251,6 +150,11 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+# Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
+# here and are ignored, as unknown ones are: user, metadata, store, service_tier, safety_identifier, prompt_cache_key,
+# prompt_cache_retention, verbosity, prediction, web_search_options, moderation, and parallel_tool_calls without tools.
+
+
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
@@ -258,24 +162,58 @@ class ChatRequest(_Request):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: list[Tool] = []
-    tool_choice: Any = "auto"
-    response_format: _ResponseFormat | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_options)] = {}
+    tools: list[tool_fields.Tool] = []
+    tool_choice: tool_fields.Choice = tool_fields.AUTO
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    modalities: list[str] = ["text"]
+    audio: Any = None
+    functions: list[Any] = []
+    function_call: Any = None
+    chat_template_kwargs: TemplateOptions = {}
     role_mapping: dict[str, Str] | None = None
 
     @model_validator(mode="after")
     def _served(self) -> ChatRequest:
-        if self.tool_choice not in ("auto", "none"):
-            raise ApiError(400, "This server serves tool_choice 'auto' and 'none' only.", param="tool_choice")
         if self.top_logprobs > 0 and not self.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        if self.modalities != ["text"]:
+            raise ApiError(400, "This server's models answer in text only.", param="modalities")
+        if self.audio is not None:
+            raise ApiError(400, "This server's models answer in text only, without 'audio'.", param="audio")
+        if self.functions and self.function_call != "none":
+            raise ApiError(400, "'functions' are not served any more: use 'tools'.", param="functions")
+        _check_tool_messages(self.messages)
+        tool_fields.check_choice(self.tool_choice, self.tools)
         return self
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
+        found = tool_fields.offered(self.tool_choice, self.tools)
+        return [tool.model_dump(exclude_none=True) for _, tool in found]
+
+    @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; none: it need not."""
+        if self.tool_choice.mode != "required":
+            return []
+        return [tool_fields.as_function(*found) for found in tool_fields.offered(self.tool_choice, self.tools)]
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may make; None: any number."""
+        return None if self.parallel_tool_calls else 1
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the request has for the chat template."""
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            # Templates know the efforts by name, but not the absence of any.
+            effort = {"reasoning_effort": self.reasoning_effort}
+            effort = {"enable_thinking": False} if self.reasoning_effort == "none" else effort
+        return effort | self.chat_template_kwargs
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -288,31 +226,11 @@ class ChatRequest(_Request):
         return self.top_logprobs if self.logprobs else None
 
 
-def _prompts(value: Any) -> Any:
-    """One string, one list of token ids, or a list of either: always as a list of prompts."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        _refuse("Must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.")
-    prompts = [value] if all(_is_id(item) for item in value) else value
-    if len(prompts) > MAX_PROMPTS:
-        _refuse(f"At most {MAX_PROMPTS} prompts.")
-    if all(isinstance(prompt, str) for prompt in prompts):
-        return prompts
-    if not all(isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt) for prompt in prompts):
-        _refuse("Must be strings only, or lists of token ids only.")
-    return prompts
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _text_logprobs(value: Any) -> Any:
-    # An integer is OpenAI's; true and false are mlx_lm.server's.
-    if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_TEXT_LOGPROBS):
-        return value
-    _refuse(f"Must be an integer between 0 and {MAX_TEXT_LOGPROBS}.")
+def _check_tool_messages(messages: list[Message]) -> None:
+    for i, message in enumerate(messages):
+        if message.role == "tool" and message.tool_call_id is None:
+            text = "A message of role 'tool' must say which call it answers."
+            raise ApiError(400, text, param=f"messages[{i}].tool_call_id", code="missing_required_parameter")
 
 
 # OpenAI's default for plain completions, unlike chat's.
@@ -322,8 +240,8 @@ COMPLETION_MAX_TOKENS = 16
 class CompletionRequest(_Request):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
-    logprobs: Annotated[bool | int | None, BeforeValidator(_text_logprobs)] = None
+    prompt: Prompts
+    logprobs: TextLogprobs = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     echo: bool = False
     best_of: int | None = None

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
+from huggingface_hub import scan_cache_dir, snapshot_download
+from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve.core import ApiError
 
@@ -61,7 +61,8 @@ def read_entry(name: str, path: Path, adapter_path: Path | None = None) -> Model
 
 
 def _first_int(settings: dict[str, Any], keys: Sequence[str]) -> int | None:
-    return next((settings[key] for key in keys if isinstance(settings.get(key), int)), None)
+    values = (settings.get(key) for key in keys)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Catalog:
             return self.default
         entry = self._find_below_roots(name) if name else None
         if entry is None and name and self._use_hub_cache:
-            entry = next((entry for entry in _hub_entries() if entry.name == name), None)
+            entry = _find_in_hub_cache(name)
         if entry is None:
             raise _not_found(name)
         return entry
@@ -142,6 +143,18 @@ def _entries_below(root: Path) -> Iterator[ModelEntry]:
         name = path.relative_to(root).as_posix()
         if _is_inside(path, root) and all(_NAME_PART.fullmatch(part) for part in name.split("/")):
             yield from _readable(name, path)
+
+
+def _find_in_hub_cache(name: str) -> ModelEntry | None:
+    # Not by scanning the cache: that looks at every file of every repository, and this is asked for each request.
+    parts = name.split("/")
+    if len(parts) != _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
+        return None
+    try:
+        path = snapshot_download(name, local_files_only=True, allow_patterns=["config.json"])
+    except (LocalEntryNotFoundError, HFValidationError, CacheNotFound):
+        return None
+    return _entry_or_refuse(name, Path(path))
 
 
 def _hub_entries() -> Iterator[ModelEntry]:

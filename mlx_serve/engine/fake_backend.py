@@ -7,9 +7,10 @@ job answers is a function of its prompt: by default the prompt itself, and then 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from mlx_serve.core import ApiError, Job, TokenEvent
+from mlx_serve.core import GUARD, ApiError, Job, TokenEvent
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 
@@ -25,6 +26,8 @@ CONTROL = {
 }
 _IDS = {text: token for token, text in CONTROL.items()}
 VOCAB_SIZE = 262
+# Past all control tokens that a test may have.
+_FIRST_WORD = 10_000
 
 Answer = Callable[[Job], Sequence[int]]
 
@@ -35,19 +38,30 @@ def echo(job: Job) -> Sequence[int]:
 
 
 class FakeBackend:
-    """Runs up to ``capacity`` jobs, a token of each at every step. ``on_step`` runs before each step and may raise."""
+    """Runs up to ``capacity`` jobs, a token of each at every step. ``on_step`` runs before each step and may raise.
+
+    One of ``end_ids`` ends an answer.
+    """
 
     def __init__(
-        self, *, capacity: int = 32, answer: Answer = echo, on_step: Callable[[Collection[Job]], None] | None = None
+        self,
+        *,
+        capacity: int = 32,
+        answer: Answer = echo,
+        on_step: Callable[[Collection[Job]], None] | None = None,
+        end_ids: Collection[int] = (EOS,),
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.capacity = capacity
+        self._end_ids = frozenset(end_ids)
+        self._vocab_size = vocab_size
         self._answer = answer
         self._on_step = on_step
         self._jobs: dict[Job, Iterator[tuple[int, int]]] = {}
 
     def insert(self, job: Job) -> int:
         """Nothing is ever cached."""
-        check_ids(job.prompt.tokens, VOCAB_SIZE, "prompt")
+        check_ids(job.prompt.tokens, self._vocab_size, "prompt")
         self._jobs[job] = enumerate(self._answer(job), start=1)
         return 0
 
@@ -69,7 +83,7 @@ class FakeBackend:
     def _next(self, job: Job) -> TokenEvent:
         n, token = next(self._jobs[job])
         finish = None
-        if token == EOS:
+        if token in self._end_ids:
             finish = "stop"
         elif n >= job.sampling.max_tokens:
             finish = "length"
@@ -86,65 +100,119 @@ def _logprobs(token: int, k: int | None) -> tuple[float | None, tuple[tuple[int,
     return -0.5, tuple((other, -0.5 - i) for i, other in enumerate(others))
 
 
+def parse_words(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """``NAME ARGUMENTS``; anything else is malformed."""
+    name, blank, arguments = text.partition(" ")
+    if not blank or not name:
+        raise ValueError("no arguments")
+    return [{"name": name, "arguments": arguments}]
+
+
+def render_lines(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
+    """Lines of role and content; an option ``fail`` stands for a template that raises."""
+    if "fail" in options:
+        raise ApiError(400, "The model's chat template cannot render these messages.", param="messages")
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+
+
+Renderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[str, Any]], str]
+
+
 class FakeTokenizer:
-    """Bytes as tokens. A message is rendered as ``role: content`` and a line end, so that answers can be predicted."""
+    """Bytes as tokens. A message is rendered as ``role: content`` and a line end, so that answers can be predicted.
+
+    It can be given the facts of any model's format. ``learn`` adds a token of several characters.
+    """
 
     hidden_ids = frozenset([EOS, 257])
-    has_chat_template = True
     n_tokens = VOCAB_SIZE
-    think: tuple[str, str] | None = ("<think>", "</think>")
-    tool_call: tuple[str, str] | None = ("<tool_call>", "</tool_call>")
+    max_token_chars = 16
+
+    def __init__(
+        self,
+        *,
+        controls: Mapping[int, str] = MappingProxyType(CONTROL),
+        special_ids: Collection[int] = (EOS, 257),
+        template: str | None = None,
+        has_chat_template: bool = True,
+        think: tuple[str, str] | None = ("<think>", "</think>"),
+        tool_call: tuple[str, str] | None = ("<tool_call>", "</tool_call>"),
+        tool_format: str | None = None,
+        parse: Callable[[str, Sequence[Any]], list[dict[str, Any]]] = parse_words,
+        render: Renderer = render_lines,
+        structural_markers: Sequence[str] = (),
+        transitions: Mapping[str, Sequence[tuple[str, str]]] = MappingProxyType({}),
+        initial_region: str | None = None,
+    ) -> None:
+        self.controls = dict(controls)
+        self.special_ids = frozenset(special_ids)
+        self.template = template
+        self.has_chat_template = has_chat_template
+        self.think = think
+        self.tool_call = tool_call
+        self.tool_format = tool_format
+        self.parse_tool_call = parse
+        self.structural_markers = structural_markers
+        self.transitions = transitions
+        self.initial_region = initial_region
+        self._render = render
+        self._words: dict[int, str] = {}
+
+    def learn(self, word: str) -> int:
+        """The token of a text: a control token's, a byte, or one that is new."""
+        known = {text: token for token, text in (self.controls | self._words).items()}
+        if word in known:
+            return known[word]
+        if len(word.encode()) == 1:
+            return ord(word)
+        token = _FIRST_WORD + len(self._words)
+        self._words[token] = word
+        return token
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The bytes of the text."""
-        return list(text.encode())
+        """The bytes of the text, and control tokens where they are written out and no GUARD is in them."""
+        ids = {control: token for token, control in self.controls.items()}
+        return [token for part in text.split(GUARD) for token in tokens_of(part, ids)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control tokens as their text, the rest as UTF-8."""
-        return b"".join(CONTROL[i].encode() if i in CONTROL else bytes([i]) for i in ids).decode("utf-8", "replace")
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The byte itself."""
-        return CONTROL[token].encode() if token in CONTROL else bytes([token])
+        """The byte itself, or the text."""
+        text = self.controls.get(token) or self._words.get(token)
+        return bytes([token]) if text is None else text.encode()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:
-        """Lines of role and content; an option ``fail`` stands for a template that raises."""
-        if "fail" in options:
-            raise ApiError(400, "The model's chat template cannot render these messages.", param="messages")
-        return list("".join(f"{m['role']}: {m['content']}\n" for m in messages).encode())
-
-    def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
-        """A prompt that ends in the opening marker leaves the model inside its reasoning."""
-        return bool(tokens) and tokens[-1] == _IDS["<think>"]
-
-    def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-        """``NAME ARGUMENTS``; anything else is malformed."""
-        name, blank, arguments = text.partition(" ")
-        if not blank or not name:
-            raise ValueError("no arguments")
-        return [{"name": name, "arguments": arguments}]
+        """As ``render`` has it."""
+        return self.encode(self._render(messages, tools, options), special=False)
 
 
-def tokens_of(text: str) -> list[int]:
+def tokens_of(text: str, ids: Mapping[str, int] = MappingProxyType(_IDS)) -> list[int]:
     """Token ids of a text in which control tokens are written out."""
-    for control, token in _IDS.items():
+    for control, token in ids.items():
         if control in text:
             before, _, after = text.partition(control)
-            return [*tokens_of(before), token, *tokens_of(after)]
+            return [*tokens_of(before, ids), token, *tokens_of(after, ids)]
     return list(text.encode())
 
 
 class FakeModels:
     """Stands for the model store: one tokenizer, and a backend from ``make_backend`` for each model's name."""
 
-    def __init__(self, make_backend: Callable[[str], FakeBackend] = lambda _: FakeBackend()) -> None:
+    def __init__(
+        self,
+        make_backend: Callable[[str], FakeBackend] = lambda _: FakeBackend(),
+        tokenizer: FakeTokenizer | None = None,
+    ) -> None:
         self._make_backend = make_backend
+        self._tokenizer = tokenizer or FakeTokenizer()
 
     def tokenizer(self, entry: ModelEntry) -> FakeTokenizer:
         """The same for every model."""
-        return FakeTokenizer()
+        return self._tokenizer
 
     def open_backend(self, name: str) -> FakeBackend:
         """A new backend."""

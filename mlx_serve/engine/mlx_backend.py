@@ -15,15 +15,19 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences, generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.core import ApiError, Job, TokenEvent
+from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent
+from mlx_serve.engine.constraints import Constraint, Vocabulary
 from mlx_serve.engine.prefix_cache import PrefixCache
-from mlx_serve.engine.sampling import make_processors, make_sampler
+from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
 from mlx_serve.engine.vocabulary import check_ids
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling."""
+    """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
+
+    ``vocabulary`` is for grammars; None: they are not served.
+    """
 
     model: Any
     vocab_size: int
@@ -31,6 +35,7 @@ class Loaded:
     kept_by_xtc: tuple[int, ...]
     prefix_cache: PrefixCache
     draft_model: Any = None
+    vocabulary: Vocabulary | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class BatchBackend:
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
         self.capacity = options.decode_concurrency
         self._loaded = loaded
-        self._jobs: dict[int, Job] = {}
+        self._running: dict[int, _Choice] = {}
         self._stops = StopSequences([(token,) for token in sorted(loaded.eos_ids)])
         self._generator = BatchGenerator(
             loaded.model,
@@ -69,7 +74,7 @@ class BatchBackend:
 
     def insert(self, job: Job) -> int:
         """Queue the part of the prompt that no cache covers."""
-        _check(job, self._loaded.vocab_size)
+        choice = _choice(job, self._loaded)
         tokens = list(job.prompt.tokens)
         cache, cached_tokens = self._loaded.prefix_cache.fetch(tokens)
         (uid,) = self._generator.insert(
@@ -77,21 +82,21 @@ class BatchBackend:
             max_tokens=[job.sampling.max_tokens],
             caches=[cache],
             all_tokens=[tokens[:cached_tokens]],
-            samplers=[_sampler(job, self._loaded)],
-            logits_processors=[make_processors(job.sampling)],
+            samplers=[choice.sampler],
+            logits_processors=[choice.processors],
             stop_sequences=[self._stops],
         )
-        self._jobs[uid] = job
+        self._running[uid] = choice
         return cached_tokens
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch."""
-        uids = [uid for uid, job in self._jobs.items() if job in jobs]
+        uids = [uid for uid, choice in self._running.items() if choice.job in jobs]
         self._generator.remove(uids)
         for uid in uids:
-            del self._jobs[uid]
+            del self._running[uid]
 
-    def step(self) -> Sequence[tuple[Job, TokenEvent]]:
+    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
         """Decode one token of each running sequence, then prefill a step of the new ones."""
         _, responses = self._generator.next()
         return [self._event(response) for response in responses]
@@ -100,12 +105,15 @@ class BatchBackend:
         """Restore what the generator set of the device."""
         self._generator.close()
 
-    def _event(self, response: Any) -> tuple[Job, TokenEvent]:
-        job = self._jobs[response.uid]
+    def _event(self, response: Any) -> tuple[Job, TokenEvent | Failed]:
+        choice = self._running[response.uid]
+        event = choice.event(response.token, response.finish_reason, response.logprobs)
         if response.finish_reason is not None:
-            del self._jobs[response.uid]
+            del self._running[response.uid]
             self._loaded.prefix_cache.store(response.all_tokens, response.prompt_cache)
-        return job, _token_event(job, response.token, response.finish_reason, response.logprobs)
+        elif isinstance(event, Failed):
+            self.remove([choice.job])
+        return choice.job, event
 
 
 class SingleBackend:
@@ -120,18 +128,19 @@ class SingleBackend:
 
     def insert(self, job: Job) -> int:
         """Prepare the job; its prompt is prefilled in the first step."""
-        _check(job, self._loaded.vocab_size)
+        choice = _choice(job, self._loaded)
         cache, cached_tokens = self._cache(job)
-        self._running = _Running(job, cache, self._generate(job, cache, cached_tokens), list(job.prompt.tokens))
+        generation = self._generate(choice, cache, cached_tokens)
+        self._running = _Running(choice, cache, generation, list(job.prompt.tokens))
         return cached_tokens
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Drop the job, if it is the one that runs."""
-        if self._running is not None and self._running.job in jobs:
+        if self._running is not None and self._running.choice.job in jobs:
             self._running.generation.close()  # type: ignore[attr-defined]
             self._running = None
 
-    def step(self) -> Sequence[tuple[Job, TokenEvent]]:
+    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
         """The job's next token; nothing when it was cancelled while its prompt was prefilled."""
         running = self._running
         assert running is not None
@@ -141,12 +150,12 @@ class SingleBackend:
             return []
         running.tokens.append(token)
         finish = self._finish(running, token)
-        event = _token_event(running.job, token, finish, logprobs)
-        if finish is not None:
-            self.remove([running.job])
+        event = running.choice.event(token, finish, logprobs)
+        if isinstance(event, Failed) or finish is not None:
+            self.remove([running.choice.job])
             if self._loaded.draft_model is None:
                 self._loaded.prefix_cache.store(running.tokens, running.cache)
-        return [(running.job, event)]
+        return [(running.choice.job, event)]
 
     def close(self) -> None:
         """Nothing is held between jobs."""
@@ -162,15 +171,17 @@ class SingleBackend:
     def _finish(self, running: _Running, token: int) -> Literal["stop", "length"] | None:
         if token in self._loaded.eos_ids:
             return "stop"
-        n_output = len(running.tokens) - len(running.job.prompt.tokens)
-        return "length" if n_output >= running.job.sampling.max_tokens else None
+        job = running.choice.job
+        n_output = len(running.tokens) - len(job.prompt.tokens)
+        return "length" if n_output >= job.sampling.max_tokens else None
 
-    def _generate(self, job: Job, cache: list[Any], cached_tokens: int) -> Iterator[tuple[int, mx.array]]:
+    def _generate(self, choice: _Choice, cache: list[Any], cached_tokens: int) -> Iterator[tuple[int, mx.array]]:
+        job = choice.job
         prompt = mx.array(job.prompt.tokens[cached_tokens:])
         options: dict[str, Any] = {
             "max_tokens": job.sampling.max_tokens,
-            "sampler": _sampler(job, self._loaded),
-            "logits_processors": make_processors(job.sampling),
+            "sampler": choice.sampler,
+            "logits_processors": choice.processors,
             "prompt_cache": cache,
             "prefill_step_size": self._options.prefill_step_size,
             "kv_bits": self._options.kv_bits,
@@ -190,7 +201,7 @@ class SingleBackend:
 
 @dataclass(slots=True)
 class _Running:
-    job: Job
+    choice: _Choice
     cache: list[Any]
     generation: Iterator[tuple[int, mx.array]]
     tokens: list[int]
@@ -209,8 +220,51 @@ def _stop_when_cancelled(job: Job) -> Any:
     return progress
 
 
-def _sampler(job: Job, loaded: Loaded) -> Any:
-    return make_sampler(job.sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
+@dataclass(slots=True)
+class _Choice:
+    """How one job's tokens are chosen, and what its events are made from."""
+
+    job: Job
+    sampler: Any
+    processors: list[Any]
+    constraint: Constraint | None
+    rows: ModelRows | None
+    n_output: int = 0
+
+    def event(self, token: int, finish: Any, logprobs: mx.array) -> TokenEvent | Failed:
+        """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
+        position = self.n_output
+        self.n_output += 1
+        if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
+            return Failed(self.job.index, _grammar_failed(self.constraint.fault))
+        k = self.job.sampling.top_logprobs
+        if k is None:
+            return TokenEvent(self.job.index, token, finish)
+        # Without processors, mlx-lm's are the model's own.
+        own = self.rows.take(position) if self.rows is not None and self.processors else logprobs
+        return TokenEvent(self.job.index, token, finish, float(own[token]), _top(own, k))
+
+
+def _choice(job: Job, loaded: Loaded) -> _Choice:
+    """Raises ApiError 400."""
+    _check(job, loaded.vocab_size)
+    sampling = job.sampling
+    constraint = _constraint(sampling, loaded)
+    rows = ModelRows() if sampling.top_logprobs is not None else None
+    sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
+    return _Choice(job, sampler, make_processors(sampling, constraint, rows), constraint, rows)
+
+
+def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
+    if sampling.grammar is not None:
+        if loaded.vocabulary is None:
+            raise ApiError(400, "This model does not serve grammars.")
+        return Constraint(sampling, loaded.eos_ids, loaded.vocabulary.matcher(sampling.grammar))
+    return Constraint(sampling, loaded.eos_ids) if sampling.min_tokens or sampling.ignore_eos else None
+
+
+def _grammar_failed(fault: str) -> ApiError:
+    return ApiError(400, f"The grammar became too complex while this answer was generated: {fault}")
 
 
 def _check(job: Job, vocab_size: int) -> None:
@@ -219,13 +273,6 @@ def _check(job: Job, vocab_size: int) -> None:
         raise ApiError(400, "The prompt is empty.", param="prompt")
     check_ids(job.prompt.tokens, vocab_size, "prompt")
     check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
-
-
-def _token_event(job: Job, token: int, finish: Any, logprobs: mx.array) -> TokenEvent:
-    k = job.sampling.top_logprobs
-    if k is None:
-        return TokenEvent(job.index, token, finish)
-    return TokenEvent(job.index, token, finish, float(logprobs[token]), _top(logprobs, k))
 
 
 def _top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:

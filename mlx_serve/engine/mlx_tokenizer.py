@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from mlx_serve.core import ApiError
+from mlx_serve.core import GUARD, ApiError
 from mlx_serve.engine.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -18,6 +19,17 @@ log = logging.getLogger(__name__)
 # How sentencepiece vocabularies write a byte that is no character, and a space.
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
+
+# What templates raise, in Jinja or as code of a model's own, at messages that they do not expect.
+_TEMPLATE_ERRORS = (
+    *(TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError),
+    *(AssertionError, NotImplementedError, RecursionError),
+)
+# What mlx-lm's parsers raise at text that is no call: numbers too large, brackets too deep.
+_PARSER_ERRORS = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -31,31 +43,55 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class MlxTokenizer:
-    """mlx-lm's tokenizer as the Tokenizer protocol of ``text``; one lock, for fast tokenizers are not thread-safe."""
+    """mlx-lm's tokenizer as the Tokenizer protocol of ``text``. Fast tokenizers are not thread-safe: encoding changes them.
+
+    Decoding has a copy and a lock of its own: every token of every stream needs it, and must not wait for somebody's
+    long prompt to be encoded.
+    """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._lock = Lock()
+        self._decoder = copy.deepcopy(wrapper._tokenizer)
+        self._decoder_lock = Lock()
+        self.max_token_chars = max((len(token) for token in wrapper.get_vocab()), default=1)
         self.eos_ids = frozenset(wrapper.eos_token_ids)
         self.n_tokens = len(wrapper)
         self.has_chat_template = bool(wrapper.has_chat_template)
+        self.template = _template_source(wrapper)
         self.think: tuple[str, str] | None = (wrapper.think_start, wrapper.think_end) if wrapper.has_thinking else None
         self.tool_call: tuple[str, str] | None = None
+        self.tool_format: str | None = None
         if wrapper.has_tool_calling:
             self.tool_call = (wrapper.tool_call_start, wrapper.tool_call_end)
+            # Each of mlx-lm's parsers is a module of its own, which has the format's name.
+            self.tool_format = str(wrapper.tool_parser.__module__).rpartition(".")[2]
+        self.structural_markers: Sequence[str] = tuple(wrapper.structural_markers)
+        self.transitions: Mapping[str, Sequence[tuple[str, str]]] = dict(wrapper.response_transitions)
+        self.initial_region: str | None = wrapper.response_initial_state
+        added = {int(token): str(entry.content) for token, entry in wrapper.added_tokens_decoder.items()}
+        self.special_ids = _special_ids(wrapper)
+        self.controls: Mapping[int, str] = added | {token: str(wrapper.convert_ids_to_tokens(token)) for token in self.special_ids}
         self.hidden_ids = self._hidden_ids()
         self._added_ids = frozenset(wrapper.added_tokens_decoder)
         self._byte_level = _is_byte_level(wrapper)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token."""
+        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token.
+
+        The text is cut at each GUARD, and its parts are encoded one by one.
+        """
+        first, *rest = text.split(GUARD)
         with self._lock:
-            return list(self._wrapper.encode(text, add_special_tokens=special))
+            ids = list(self._wrapper.encode(first, add_special_tokens=special))
+            for part in rest:
+                ids += self._wrapper.encode(part, add_special_tokens=False)
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
-        with self._lock:
-            return str(self._wrapper.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        with self._decoder_lock:
+            return str(self._decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token: int) -> bytes:
         """What a token adds to the text, which may be less than a character."""
@@ -71,40 +107,48 @@ class MlxTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:
-        """The chat template's prompt. Raises ApiError 400 when the template refuses the messages."""
+        """The chat template's prompt, cut at each GUARD as in ``encode``. Raises ApiError 400 when it refuses."""
+        options = {"add_generation_prompt": True, **options}
         try:
-            with self._lock:
-                ids = self._wrapper.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, add_generation_prompt=True, **options
-                )
-        except (TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            # Rendering is Jinja's work and changes no tokenizer: no lock.
+            text = self._wrapper.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False, **options
+            )
+        except _TEMPLATE_ERRORS as error:
             log.info("the chat template refused a request: %s", one_line(error))
-            text = "The model's chat template cannot render these messages."
+            refusal = "The model's chat template cannot render these messages."
             if isinstance(error, TemplateError) and error.message:
-                text += f" It says: {one_line(error.message)}"
-            raise ApiError(400, text, param="messages") from error
-        return [int(token) for token in ids]
-
-    def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
-        """Whether the last reasoning region that the prompt opens is still open."""
-        if self.think is None:
-            return False
-        ids = list(tokens)
-        return bool(self._wrapper.rfind_think_start(ids) > self._wrapper.rfind_think_end(ids))
+                refusal += f" It says: {one_line(error.message)}"
+            raise ApiError(400, refusal, param="messages") from error
+        return self.encode(text, special=False)
 
     def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
         """The calls in one tool-call region, each {"name", "arguments"}. Raises ValueError when it is malformed."""
         try:
             parsed = self._wrapper.tool_parser(text, list(tools) or None)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError) as error:
+        except _PARSER_ERRORS as error:
             raise ValueError(f"malformed tool call: {error}") from error
         return parsed if isinstance(parsed, list) else [parsed]
 
     def _hidden_ids(self) -> frozenset[int]:
-        # Control tokens never reach a client as text, but those that a marker is made of must be seen.
+        # Special tokens never reach a client as text, but those that a marker is made of are the answer's own.
         markers = "".join([*(self.think or ()), *(self.tool_call or ())])
-        special = zip(self._wrapper.all_special_ids, self._wrapper.all_special_tokens, strict=True)
-        return frozenset(token for token, text in special if not (markers and text in markers))
+        return frozenset(token for token in self.special_ids if not (markers and self.controls[token] in markers))
+
+
+def _special_ids(wrapper: Any) -> frozenset[int]:
+    added = wrapper.added_tokens_decoder.items()
+    return frozenset([*map(int, wrapper.all_special_ids), *(int(token) for token, entry in added if entry.special)])
+
+
+def _template_source(wrapper: Any) -> str | None:
+    """The chat template's text, all of them when it has several; None when it is code."""
+    template = wrapper.chat_template
+    if wrapper.init_kwargs.get("chat_template_type"):
+        return None
+    if isinstance(template, dict):
+        return "\n".join(map(str, template.values()))
+    return template if isinstance(template, str) else None
 
 
 def _is_byte_level(wrapper: Any) -> bool:

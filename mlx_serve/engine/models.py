@@ -22,7 +22,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
 from mlx_serve.core import ApiError
-from mlx_serve.engine.catalog import Catalog, ModelEntry
+from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
+from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, Loaded, SingleBackend, SingleOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
@@ -33,13 +34,22 @@ log = logging.getLogger(__name__)
 
 # What mlx_lm.load fetches of a repository.
 _HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
-# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
+# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong. The
+# files are foreign input to code that expects sane numbers in them: a head count of 0 is a ZeroDivisionError.
+_LOAD_ERRORS = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
+    *(ArithmeticError, AssertionError, MemoryError),
+)
 _MAX_TOKENIZERS = 16
 
 
 class LoadError(Exception):
     """A model that can't be loaded; the text is one line for the operator."""
+
+
+def n_ranks() -> int:
+    """How many processes mlx.launch started us in."""
+    return int(mx.distributed.init().size())
 
 
 def locate(name: str) -> Path:
@@ -84,13 +94,20 @@ class ModelStore:
         self._prompt_cache_size = prompt_cache_size
         self._prompt_cache_bytes = prompt_cache_bytes
         self._loaded: tuple[str, Loaded] | None = None
-        self._tokenizers: OrderedDict[Path, MlxTokenizer] = OrderedDict()
+        self._tokenizers: OrderedDict[Path, tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
         self._lock = Lock()
 
     def tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
         """The model's tokenizer, kept for the next request. Any thread; raises ApiError."""
         try:
-            return self._tokenizer(entry)
+            return self._tokenizer(entry)[0]
+        except LoadError as error:
+            raise _unloadable(entry, error) from error
+
+    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
+        """Compile a grammar for the model's tokens. What is wrong with it, or "". Any thread; raises ApiError."""
+        try:
+            return self._tokenizer(entry)[1].check(grammar)
         except LoadError as error:
             raise _unloadable(entry, error) from error
 
@@ -135,10 +152,7 @@ class ModelStore:
         if entry.adapter_path is not None:
             model = load_adapters(model, str(entry.adapter_path))
             model.eval()
-        draft_model = None
-        if self._draft_path is not None:
-            draft_model, _ = load_model(self._draft_path, trust_remote_code=self._trust_remote_code)
-        tokenizer = self._tokenizer(entry)
+        tokenizer, vocabulary = self._tokenizer(entry)
         return Loaded(
             model=model,
             vocab_size=entry.vocab_size or tokenizer.n_tokens,
@@ -146,10 +160,26 @@ class ModelStore:
             # As mlx_lm.server has it: XTC never drops a line end or the end of the text.
             kept_by_xtc=tuple(sorted({*tokenizer.encode("\n", special=False), *tokenizer.eos_ids})),
             prefix_cache=PrefixCache(self._prompt_cache_size, self._prompt_cache_bytes),
-            draft_model=draft_model,
+            draft_model=self._read_draft(entry),
+            vocabulary=vocabulary,
         )
 
-    def _tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
+    def _read_draft(self, entry: ModelEntry) -> Any:
+        """The draft model, for the command line's model alone: it proposes token ids, so it must know the same ones."""
+        if self._draft_path is None or entry is not self._catalog.default:
+            return None
+        vocab_size = read_entry("draft", self._draft_path).vocab_size
+        if vocab_size != entry.vocab_size:
+            # MLX does not check indices: the larger vocabulary's ids would end the process.
+            raise LoadError(
+                f"the draft model {self._draft_path} has {vocab_size} tokens, {entry.path} {entry.vocab_size}"
+            )
+        try:
+            return load_model(self._draft_path, trust_remote_code=self._trust_remote_code)[0]
+        except _LOAD_ERRORS as error:
+            raise LoadError(f"cannot load the draft model {self._draft_path}: {one_line(error)}") from error
+
+    def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         with self._lock:
             tokenizer = self._tokenizers.pop(entry.path, None) or self._load_tokenizer(entry)
             self._tokenizers[entry.path] = tokenizer
@@ -157,14 +187,15 @@ class ModelStore:
                 self._tokenizers.popitem(last=False)
         return tokenizer
 
-    def _load_tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
+    def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         try:
             wrapper = load_tokenizer(entry.path, self._tokenizer_config, eos_token_ids=_eos_ids(entry.path))
         except _LOAD_ERRORS as error:
             raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
         if self._use_default_chat_template and wrapper.chat_template is None:
             wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
-        return MlxTokenizer(wrapper)
+        tokenizer = MlxTokenizer(wrapper)
+        return tokenizer, Vocabulary(tokenizer, entry.vocab_size or 0)
 
 
 def _eos_ids(path: Path) -> Any:

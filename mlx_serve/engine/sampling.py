@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_serve.core import Sampling
+from mlx_serve.engine.constraints import Constraint
 
 # Below this, logits divided by the temperature overflow float32; the result is the likeliest token anyway.
 _GREEDY_BELOW = 1e-4
@@ -41,19 +42,124 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
     return _shared(*settings)
 
 
-def make_processors(sampling: Sampling) -> list[LogitsProcessor]:
-    """mlx-lm's processors: logit bias and penalties, each only when it does something."""
+def make_processors(
+    sampling: Sampling, constraint: Constraint | None = None, rows: ModelRows | None = None
+) -> list[LogitsProcessor]:
+    """What a job's logits go through, in this order: log-probabilities are noted, then biased, the mask comes last."""
     repetition = sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else 0.0
     processors: list[LogitsProcessor] = make_logits_processors(
-        dict(sampling.logit_bias) or None,
-        repetition,
-        sampling.repetition_context_size,
-        sampling.presence_penalty,
-        sampling.presence_context_size,
-        sampling.frequency_penalty,
-        sampling.frequency_context_size,
+        dict(sampling.logit_bias) or None, repetition, sampling.repetition_context_size
     )
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        processors.append(_OutputPenalties(sampling))
+    if constraint is not None:
+        processors.append(_Masked(constraint))
+    if rows is not None and processors:
+        processors.insert(0, rows)
     return processors
+
+
+class _Output:
+    """How much of the token context that mlx-lm gives to a processor is output: what has come since the first call.
+
+    Its context may begin anywhere in the prompt (a cached prefix is left out when a job runs alone).
+    """
+
+    def __init__(self) -> None:
+        self._n_prompt: int | None = None
+
+    def __call__(self, context: mx.array) -> mx.array:
+        if self._n_prompt is None:
+            self._n_prompt = context.shape[0]
+        return context[self._n_prompt :]
+
+
+class _OutputPenalties:
+    """OpenAI's presence and frequency penalties: taken off for having occurred, and for each occurrence.
+
+    mlx-lm's own look at the last tokens of prompt and output.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._presence = sampling.presence_penalty
+        self._presence_window = sampling.presence_context_size
+        self._frequency = sampling.frequency_penalty
+        self._frequency_window = sampling.frequency_context_size
+        self._output = _Output()
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        output = self._output(context)
+        width = logits.shape[-1]
+        penalty = mx.zeros((width,))
+        if self._presence:
+            penalty += self._presence * (_counts(output, self._presence_window, width) > 0)
+        if self._frequency:
+            penalty += self._frequency * _counts(output, self._frequency_window, width)
+        return logits - penalty.astype(logits.dtype)
+
+
+def _counts(output: mx.array, window: int | None, width: int) -> mx.array:
+    """How often each token is among the last ``window`` ones of ``output``; shape (width,)."""
+    recent = output[-window:] if window else output
+    return mx.zeros((width,)).at[recent].add(1.0)
+
+
+class ModelRows:
+    """The model's own log-probabilities, noted before anything biases or masks them, for a job that reports them.
+
+    A processor. mlx-lm itself gives those that it sampled from.
+    """
+
+    def __init__(self) -> None:
+        self._output = _Output()
+        # By position: a draft is judged after the tokens that it proposes.
+        self._rows: dict[int, mx.array] = {}
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        self._rows[self._output(context).shape[0]] = logits
+        return logits
+
+    def take(self, position: int) -> mx.array:
+        """Those of a token of the output, shape (vocab,)."""
+        logits = self._rows.pop(position)[0].astype(mx.float32)
+        return logits - mx.logsumexp(logits)
+
+
+class _Masked:
+    """Leaves what a constraint allows.
+
+    To tell a grammar the newest token, its value is waited for: such a job's row ends the overlap of this step's
+    Python with the last step's computation. Then the step's own computation is started, so that the mask is made
+    while the model runs. That is why it costs little on a GPU.
+    """
+
+    def __init__(self, constraint: Constraint) -> None:
+        self._constraint = constraint
+        self._output = _Output()
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        output = self._output(context)
+        if self._constraint.follows_tokens:
+            self._follow(output)
+            mx.async_eval(logits)
+        allowed = self._constraint.allowed(output.shape[0], logits.shape[-1])
+        if allowed is None:
+            return logits
+        return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
+
+    def _follow(self, output: mx.array) -> None:
+        n_output, taken = output.shape[0], self._constraint.taken
+        if n_output == len(taken) + 1:
+            self._constraint.take(int(output[-1].item()))
+        elif n_output or taken:
+            self._replay(output.tolist())  # type: ignore[arg-type]
+
+    def _replay(self, output: list[int]) -> None:
+        # Only with a draft model, whose proposals were not all taken.
+        if output != self._constraint.taken:
+            self._constraint.restart()
+            for token in output:
+                self._constraint.take(token)
 
 
 class _Draw:

@@ -40,8 +40,11 @@ class Backend(Protocol):
     def remove(self, jobs: Collection[Job]) -> None:
         """Forget jobs, at whatever stage they are."""
 
-    def step(self) -> Sequence[tuple[Job, TokenEvent]]:
-        """Go one step on with all jobs; a job whose event has ``finish`` is forgotten. Raising concerns them all."""
+    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
+        """Go one step on with all jobs; one that failed, or whose event has ``finish``, is forgotten.
+
+        Raising concerns them all.
+        """
 
     def close(self) -> None:
         """Give back what the backend holds."""
@@ -73,6 +76,7 @@ class Scheduler:
         self._model: str | None = None
         self._admitting: Job | None = None
         self._loading = False
+        self._served = False
         self._stopped = False
         self._cancelled = False
 
@@ -125,7 +129,7 @@ class Scheduler:
         if not self._running or self._backend is None:
             return False
         for job, event in self._backend.step():
-            if event.finish is not None:
+            if isinstance(event, Failed) or event.finish is not None:
                 del self._running[job]
             job.events.put(event)
         return True
@@ -137,13 +141,16 @@ class Scheduler:
 
     def load(self, model: str) -> None:
         """Make ``model`` the one that is served; the former one is let go first, so that both never fill memory."""
-        self._loading = True
+        # Later loads are part of the service: a load balancer that saw "loading" would take the server out.
+        self._loading = not self._served
         try:
             if self._backend is not None:
-                backend, self._backend, self._model = self._backend, None, None
-                backend.close()
+                self._backend.close()
+                # Not a name more may hold it, or the old model stays in memory beside the new one.
+                self._backend, self._model = None, None
             self._backend = self._open_backend(model)
             self._model = model
+            self._served = True
         finally:
             self._loading = False
 

@@ -44,3 +44,7 @@ class Detokenizer:
         self._n_sent = len(self._window)
         self._sent = self._decode(self._window)
         return new
+
+    def interrupt(self) -> None:
+        """A control token stands here: a character that is incomplete will not be completed behind it."""
+        del self._window[self._n_sent :]

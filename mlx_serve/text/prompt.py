@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import product
 from typing import Any
 
-from mlx_serve.core import Prompt
+from mlx_serve.core import ApiError, Prompt
+from mlx_serve.text import harmony
+from mlx_serve.text.formats import Formats, formats
+from mlx_serve.text.guard import Guard
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.text.toolprompt import as_text, with_definitions
 
+Message = dict[str, Any]
+
+_MAX_KEPT = 32
 # For models without a chat template; the words are mlx_lm.server's, whose ``role_mapping`` may change them.
 DEFAULT_ROLE_MAPPING = {
     "system": "ASSISTANT's RULE: ",
@@ -30,13 +38,20 @@ def chat_prompt(
     """The prompt for the assistant's next turn.
 
     ``messages`` have string content. ``options`` go to the chat template. Raises ApiError 400 when the template
-    refuses them.
+    refuses them, also after they were brought into a form that more templates take.
     """
+    found = formats(tokenizer)
+    guarded = _guarded(found, messages)
+    offered = _guard(tokenizer, is_own=True).value(list(tools or ()))
+    if not found.template_has_calls:
+        guarded = as_text(guarded)
+    if offered and not found.template_has_tools:
+        guarded, offered = with_definitions(guarded, offered, found.calls), []
     if not tokenizer.has_chat_template:
-        text = plain_chat(messages, role_mapping or DEFAULT_ROLE_MAPPING)
+        text = plain_chat(guarded, role_mapping or DEFAULT_ROLE_MAPPING)
         return Prompt(tuple(tokenizer.encode(text, special=True)))
-    tokens = tokenizer.render_chat([_for_template(message) for message in messages], tools, options or {})
-    return Prompt(tuple(tokens), in_reasoning=tokenizer.ends_in_reasoning(tokens))
+    tokens = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
+    return Prompt(tuple(tokens), in_reasoning=found.ends_in_reasoning(tokens))
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
@@ -51,18 +66,139 @@ def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str,
     return ("".join(lines) + role_mapping.get("assistant", "")).rstrip()
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates expect it: content always a string, a call's arguments an object."""
-    out = {key: value for key, value in message.items() if value is not None}
-    out.setdefault("content", "")
-    if "tool_calls" in out:
-        out["tool_calls"] = [_call_for_template(call) for call in out["tool_calls"]]
+@lru_cache(maxsize=_MAX_KEPT)
+def _guard(tokenizer: Tokenizer, *, is_own: bool) -> Guard:
+    """What may be no control token in a text. ``is_own``: an assistant's earlier turns, and a client's instructions.
+
+    Those may hold the markers of reasoning and calls: templates look for the former, and some clients explain the
+    latter.
+    """
+    found = formats(tokenizer)
+    if not is_own or found.is_harmony:
+        return Guard(found.controls.values())
+    special = tokenizer.special_ids - found.in_markers.keys()
+    return Guard(text for token, text in found.controls.items() if token in special)
+
+
+def _guarded(found: Formats, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages as templates expect them: no null, content always a string, nothing that becomes a control token."""
+    out = []
+    for message in messages:
+        kept = {key: value for key, value in message.items() if value is not None and value != []}
+        guard = _guard(found.tokenizer, is_own=message["role"] in ("assistant", "system"))
+        out.append(guard.message({"content": "", **kept}))
     return out
 
 
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    # A call that was cut off comes back as it was: then the template gets the text.
-    with contextlib.suppress(ValueError):
-        function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function}
+def _in_its_words(found: Formats, messages: Sequence[Message]) -> list[Message]:
+    """Messages with the fields that the model's own template reads."""
+    if found.is_harmony:
+        return harmony.history(messages)
+    template = found.tokenizer.template or "reasoning_content"
+    out = _with_call_ids(found, messages)
+    if "reasoning_content" in template or "thinking" not in template:
+        return out
+    return [m | {"thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in out]
+
+
+def _with_call_ids(found: Formats, messages: Sequence[Message]) -> list[Message]:
+    """Ids in the form that the template wants, the same for a call and its result."""
+    ids: dict[str, str] = {}
+    out = []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            call_id = call.get("id", "")
+            ids[call_id] = found.calls.call_id(call_id, call["function"]["name"], len(ids))
+            calls.append({**call, "id": ids[call_id]})
+        result_id = message.get("tool_call_id")
+        changed = {"tool_call_id": ids.get(result_id, result_id)} if result_id is not None else {}
+        out.append(message | changed | ({"tool_calls": calls} if calls else {}))
+    return out
+
+
+def _render(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
+) -> list[int]:
+    """The first rendering that the template takes. Clients read what it says of the messages as they are."""
+    refusal: ApiError | None = None
+    tried: list[Any] = []
+    for offered, rendering in product((list(tools), _filled(tools)), _renderings(messages)):
+        if (offered, rendering) in tried:
+            continue
+        tried.append((offered, rendering))
+        try:
+            return tokenizer.render_chat(rendering, offered or None, options)
+        except ApiError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _filled(tools: Sequence[Any]) -> list[Any]:
+    """Tools with what OpenAI lets a client leave out: gpt-oss's template, for one, fails without a description."""
+    out = []
+    for tool in tools:
+        function = {"description": "", **tool["function"]}
+        function["parameters"] = {"type": "object", "properties": {}, **(function.get("parameters") or {})}
+        out.append({**tool, "function": function})
+    return out
+
+
+def _renderings(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    """The messages, and then in forms that more templates take: a call's arguments as text or wrapped, turns joined."""
+    merged = merge_turns(messages)
+    for form in (list(messages), merged, _without_system(merged)):
+        for way in ("object", "text", "wrapped"):
+            yield [_with_arguments(message, way) for message in form]
+
+
+def _with_arguments(message: Message, way: str) -> Message:
+    """A message with its calls' arguments as most templates want them (an object), or in another way."""
+    if "tool_calls" not in message or way == "text":
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        value = _json_object(function["arguments"])
+        # A call that was cut off comes back as it was: then the template gets the text, if it can take it.
+        if value is not None or way == "wrapped":
+            function["arguments"] = value if value is not None else {"arguments": function["arguments"]}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _json_object(text: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def merge_turns(messages: Sequence[Message]) -> list[Message]:
+    """All system messages as one in front, and turns of one side that follow each other as one."""
+    system = [message["content"] for message in messages if message["role"] == "system" and message["content"]]
+    out: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
+    for message in messages:
+        last = out[-1] if out else None
+        if message["role"] == "system":
+            continue
+        if last is not None and _may_join(last, message):
+            out[-1] = {**last, "content": "\n\n".join(filter(None, (last["content"], message["content"])))}
+        else:
+            out.append(message)
+    return out
+
+
+def _may_join(first: Message, second: Message) -> bool:
+    same = first["role"] == second["role"] and first["role"] in ("user", "assistant")
+    return same and not (first.keys() | second.keys()) & {"tool_calls", "reasoning_content", "thinking"}
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """For templates that know no system message: it goes before the first user's."""
+    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
+        return list(messages)
+    text = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    return [{**messages[1], "content": text}, *messages[2:]]

@@ -1,4 +1,4 @@
-"""What the text and api layers need of a tokenizer. Implemented over mlx-lm's in ``engine/models.py``."""
+"""What the text and api layers need of a tokenizer. Implemented over mlx-lm's in ``engine/mlx_tokenizer.py``."""
 
 from __future__ import annotations
 
@@ -7,20 +7,41 @@ from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
-    """Safe to call from any thread.
+    """Safe to call from any thread, and hashable: what is worked out from one is kept.
 
-    ``hidden_ids`` are control tokens whose text no client may see. ``think`` and ``tool_call`` are the texts that open
-    and close a reasoning region and a tool call, None when the model has none; a tool call's closing text may be "".
+    The facts about a model's format are mlx-lm's, as it has them; ``text/formats.py`` makes sense of them. A control
+    token is one that no ordinary text is made of.
     """
 
-    hidden_ids: frozenset[int]
     has_chat_template: bool
+    # The longest token's characters: so many characters at least are more than one token.
+    max_token_chars: int
     n_tokens: int
+    # The chat template's source; None when it is code.
+    template: str | None
+    # All control tokens by their id; those in ``special_ids`` are never text, the others are where they mean nothing.
+    controls: Mapping[int, str]
+    special_ids: frozenset[int]
+    # Control tokens whose text no client may see in a plain completion.
+    hidden_ids: frozenset[int]
+    # The texts that open and close a reasoning region and a tool call; a tool call's closing text may be "".
     think: tuple[str, str] | None
     tool_call: tuple[str, str] | None
+    # mlx-lm's name of the format of tool calls.
+    tool_format: str | None
+    # mlx-lm's markers that are dropped, its transitions between regions, and the region an answer begins in.
+    structural_markers: Sequence[str]
+    transitions: Mapping[str, Sequence[tuple[str, str]]]
+    initial_region: str | None
+
+    def __hash__(self) -> int:
+        """By identity."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token."""
+        """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token.
+
+        The text is cut at each GUARD, and its parts are encoded one by one.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
@@ -31,10 +52,7 @@ class Tokenizer(Protocol):
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> list[int]:
-        """The chat template's prompt. Raises ApiError 400 when the template refuses the messages."""
-
-    def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
-        """Whether a prompt leaves the model inside its reasoning."""
+        """The chat template's prompt, cut at each GUARD as in ``encode``. Raises ApiError 400 when it refuses."""
 
     def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
-        """The calls in one tool-call region, each {"name", "arguments"}. Raises ValueError when it is malformed."""
+        """mlx-lm's parser: the calls in one region, each {"name", "arguments"}. Raises ValueError."""

@@ -140,6 +140,21 @@ def test_what_runs_when_a_signal_comes_may_end(model):
         assert process.wait(DEADLINE_S) == 0
 
 
+def test_a_stream_that_does_not_end_in_time_is_told(model):
+    with command("--model", model, "--port", 0, "--drain-timeout", 0) as process:
+        _, port = ready(process)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        body = {"prompt": "abc", "max_tokens": 500, "stream": True, "logit_bias": {"257": -100}}
+        connection.request("POST", "/v1/completions", json.dumps(body))
+        response = connection.getresponse()
+        response.readline()
+        process.send_signal(signal.SIGTERM)
+        last = response.read().decode().rstrip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        connection.close()
+        assert process.wait(DEADLINE_S) == 0
+
+
 def test_a_second_signal_ends_it_at_once(model):
     with command("--model", model, "--port", 0) as process:
         _, port = ready(process)

@@ -1,13 +1,14 @@
 """Loading model directories: tokenizers, templates, one model at a time, and what happens when files are wrong."""
 
 import json
+import weakref
 from queue import SimpleQueue
 
 import pytest
-from tinymodel import EOS, write_model
+from tinymodel import CONFIG, EOS, write_model
 
 from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
-from mlx_serve.engine.catalog import Catalog
+from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, SingleBackend, SingleOptions
 from mlx_serve.engine.models import LoadError, ModelStore, locate
 from mlx_serve.engine.scheduler import Scheduler
@@ -97,6 +98,7 @@ def test_models_take_turns_and_a_broken_one_hurts_nobody(root, scheduler, caplog
     ("name", "content"),
     [
         ("config.json", "{}"),
+        ("config.json", json.dumps(CONFIG | {"num_attention_heads": 0})),
         ("config.json", json.dumps({"model_type": "no_such_model", "vocab_size": 260})),
         ("config.json", json.dumps({"model_type": "llama", "vocab_size": 260})),
         ("model.safetensors", ""),
@@ -124,10 +126,40 @@ def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
 def test_what_cannot_be_batched_runs_alone(root):
     _, batched = store_of(root)
     _, quantized = store_of(root, single=SingleOptions(kv_bits=4))
-    _, drafted = store_of(root, draft_path=root / "two")
     assert isinstance(batched.open_backend("one"), BatchBackend)
     assert isinstance(quantized.open_backend("one"), SingleBackend)
-    assert isinstance(drafted.open_backend("one"), SingleBackend)
+
+
+def with_draft(root, **config):
+    """A store whose default model is "one", drafted for by a model of its own."""
+    write_model(root / "draft", seed=3, **config)
+    default = read_entry("main", root / "one")
+    catalog = Catalog(default, ["main"], [root])
+    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}}
+    return ModelStore(catalog, draft_path=root / "draft", prompt_cache_size=4, prompt_cache_bytes=None, **options)
+
+
+def test_a_draft_model_drafts_for_the_default_model_alone(root):
+    store = with_draft(root)
+    assert isinstance(store.open_backend("main"), SingleBackend)
+    assert isinstance(store.open_backend("two"), BatchBackend)
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 300}, {"model_type": "unknown"}])
+def test_a_draft_model_that_does_not_fit_is_named(root, config):
+    with pytest.raises(ApiError) as caught:
+        with_draft(root, **config).open_backend("main")
+    assert str(root / "draft") in str(caught.value.__cause__)
+
+
+def test_the_old_model_is_gone_before_the_next_is_read(root, monkeypatch):
+    _, store = store_of(root)
+    scheduler = Scheduler(store.open_backend, max_queue=8)
+    scheduler.load("one")
+    old = weakref.ref(store._loaded[1].model)
+    read = store._read
+    monkeypatch.setattr(store, "_read", lambda entry: (old() is None or pytest.fail("both in memory"), read(entry))[1])
+    scheduler.load("two")
 
 
 def test_a_failing_step_keeps_the_weights_in_memory(root):

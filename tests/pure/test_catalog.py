@@ -1,8 +1,10 @@
 """Which names reach which directories, and which reach nothing."""
 
+import functools
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from mlx_serve.core import ApiError
@@ -106,14 +108,17 @@ def test_what_was_downloaded_is_served_by_its_repository_s_name(tmp_path, monkey
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("abc123")
     (repo / "blobs").mkdir()
-    monkeypatch.setattr("mlx_serve.engine.catalog.scan_cache_dir", lambda: scan(tmp_path))
-    from huggingface_hub import scan_cache_dir as scan
-
+    scan = functools.partial(huggingface_hub.scan_cache_dir, tmp_path)
+    download = functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
+    monkeypatch.setattr("mlx_serve.engine.catalog.scan_cache_dir", scan)
+    monkeypatch.setattr("mlx_serve.engine.catalog.snapshot_download", download)
     catalog = Catalog(use_hub_cache=True)
     assert catalog.find("mlx-community/Tiny").path == repo / "snapshots" / "abc123"
     assert [entry.name for entry in catalog.entries()] == ["mlx-community/Tiny"]
     with pytest.raises(ApiError):
         catalog.find("mlx-community/Other")
+    with pytest.raises(ApiError):
+        catalog.find("mlx-community/../Tiny")
 
 
 @pytest.mark.parametrize(
@@ -139,4 +144,6 @@ def test_the_context_may_be_told_for_the_text_part(tmp_path):
     config = {"text_config": {"max_position_embeddings": 99, "vocab_size": 7}, "vocab_size": 5}
     entry = read_entry("x", write(tmp_path / "m", config))
     assert (entry.context_tokens, entry.vocab_size) == (99, 7)
+    for wrong in (-5, 0, True, "512", 1.5, None):
+        assert read_entry("z", write(tmp_path / repr(wrong), {"n_ctx": wrong})).context_tokens is None
     assert read_entry("y", write(tmp_path / "n", {"model_type": "x"})).context_tokens is None

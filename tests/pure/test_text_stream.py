@@ -1,4 +1,4 @@
-"""The cutters over text: every way of cutting the input into pieces gives the same output."""
+"""Cutting and splitting text: every way of cutting the input into pieces gives the same output."""
 
 import itertools
 
@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.text.stream import Piece, RegionSplitter, StopCutter, held_back
+from mlx_serve.engine.fake_backend import FakeTokenizer, parse_words
+from mlx_serve.text.callbody import WholeCalls
+from mlx_serve.text.pieces import Piece, Symbols, is_symbol
+from mlx_serve.text.stream import Layout, RegionSplitter, StopCutter, held_back
 
+CONTROLS = {1: "<think>", 2: "</think>", 3: "<tool_call>", 4: "</tool_call>", 5: "<|open|>", 6: "<|sep|>", 7: "<eos>"}
 THINK = ("<think>", "</think>")
 TOOL = ("<tool_call>", "</tool_call>")
 
@@ -67,64 +71,179 @@ def test_held_back_is_no_more_than_a_marker_needs():
     assert held_back("<<", ["<think>"]) == 1
 
 
-def split(parts: list[str], *, think=THINK, tool=TOOL, in_reasoning=False) -> list[Piece]:
-    splitter = RegionSplitter(think, tool, in_reasoning=in_reasoning)
-    found = [piece for part in parts for piece in splitter.feed(part)] + splitter.flush()
-    joined: list[Piece] = []
-    for piece in found:
-        if joined and joined[-1].kind == piece.kind != "tool":
-            joined[-1] = Piece(piece.kind, joined[-1].text + piece.text)
-        else:
-            joined.append(piece)
-    return joined
+# Regions. In these texts «x» is a control token, <x> is text.
 
 
-def content(text: str) -> Piece:
-    return Piece("content", text)
+class Case:
+    """A splitter with markers that are control tokens, or text."""
+
+    def __init__(self, *, controls: bool = True, tools: bool = True, think=THINK, tool=TOOL, extra=()) -> None:
+        self.symbols = Symbols(CONTROLS if controls else {})
+        mark = self.symbols.marker
+        edges = {"content": [(mark(think[0]), "reasoning")], "reasoning": [(mark(think[1]), "content")], "call": []}
+        edges["content"] += [(mark(marker), "content") for marker in extra]
+        if tools:
+            edges["content"].append((mark(tool[0]), "call"))
+            edges["reasoning"].append((mark(tool[0]), "call"))
+            edges["call"] = [(mark(tool[0]), "call"), *([(mark(tool[1]), "content")] if tool[1] else [])]
+        self.layout = Layout({key: tuple(value) for key, value in edges.items()})
+        self.new_call = (lambda: WholeCalls(lambda text: parse_words(text, ()))) if tools else None
+
+    def text(self, written: str) -> str:
+        for token, control in CONTROLS.items():
+            written = written.replace(f"«{control.strip('<>')}»", self.symbols.char(token))
+        assert "«" not in written
+        return written
+
+    def split(self, parts: list[str], *, cut=False, in_reasoning=False) -> list[tuple[str, str]]:
+        splitter = RegionSplitter(self.layout, self.symbols, new_call=self.new_call, in_reasoning=in_reasoning)
+        found = [piece for part in parts for piece in splitter.feed(part)] + splitter.flush(cut=cut)
+        out: list[tuple[str, str]] = []
+        for piece in found:
+            assert not any(map(is_symbol, piece.text))
+            if out and out[-1][0] == piece.kind != "call":
+                out[-1] = (piece.kind, out[-1][1] + piece.text)
+            else:
+                out.append((piece.kind, piece.text))
+        return out
+
+    def each_way(self, written: str, **kwargs) -> list[tuple[str, str]]:
+        """The result, which is the same for all ways of cutting the text in two, and for single characters."""
+        text = self.text(written)
+        want = self.split([text], **kwargs)
+        assert self.split(list(text), **kwargs) == want
+        for i in range(len(text)):
+            assert self.split([text[:i], text[i:]], **kwargs) == want
+        return want
 
 
-def reasoning(text: str) -> Piece:
-    return Piece("reasoning", text)
+def content(text: str) -> tuple[str, str]:
+    return ("content", text)
 
 
-def tool(text: str, raw: str | None = None) -> Piece:
-    return Piece("tool", text, raw if raw is not None else f"<tool_call>{text}</tool_call>")
+def reasoning(text: str) -> tuple[str, str]:
+    return ("reasoning", text)
+
+
+def call(name: str, arguments: str) -> list[tuple[str, str]]:
+    return [("call", name), ("arguments", arguments)]
 
 
 REGIONS = [
     ("plain", [content("plain")]),
-    ("<think>why</think>because", [reasoning("why"), content("because")]),
-    ("a<think>b</think>c<think>d</think>", [content("a"), reasoning("b"), content("c"), reasoning("d")]),
-    ("<tool_call>f {}</tool_call>", [tool("f {}")]),
-    ("x<tool_call>f</tool_call><tool_call>g</tool_call>y", [content("x"), tool("f"), tool("g"), content("y")]),
-    ("<think>so<tool_call>f</tool_call>", [reasoning("so"), tool("f")]),
-    ("<think>cut off", [reasoning("cut off")]),
-    ("<tool_call>cut off", [tool("cut off", "<tool_call>cut off")]),
+    ("«think»why«/think»because", [reasoning("why"), content("because")]),
+    ("a«think»b«/think»c«think»d«/think»", [content("a"), reasoning("b"), content("c"), reasoning("d")]),
+    ("«tool_call»f {}«/tool_call»", call("f", "{}")),
+    (
+        "x«tool_call»f 1«/tool_call»«tool_call»g 2«/tool_call»y",
+        [content("x"), *call("f", "1"), *call("g", "2"), content("y")],
+    ),
+    ("«think»so«tool_call»f 1«/tool_call»", [reasoning("so"), *call("f", "1")]),
+    ("«think»cut off", [reasoning("cut off")]),
+    ("«tool_call»f 1", call("f", "1")),
+    ("«tool_call»f 1«tool_call»g 2", [*call("f", "1"), *call("g", "2")]),
+    # Malformed: as it was written, markers included.
+    ("«tool_call»nonsense«/tool_call» y", [content("<tool_call>nonsense</tool_call> y")]),
+    ("«tool_call»«/tool_call»", [content("<tool_call></tool_call>")]),
+    ("«tool_call»cut", [content("<tool_call>cut")]),
+    # Space at a call belongs to the template; any other is the model's.
+    (
+        "Sure.\n\n«tool_call»f 1«/tool_call»\n«tool_call»g 2«/tool_call»\n",
+        [content("Sure."), *call("f", "1"), *call("g", "2")],
+    ),
+    ("«tool_call»f 1«/tool_call»\n\nDone. ", [*call("f", "1"), content("Done. ")]),
+    ("«think»why«/think»\n\nbecause\n", [reasoning("why"), content("\n\nbecause\n")]),
+    # A control token where it means nothing is dropped.
+    ("a«/think»b«/tool_call»c«eos»", [content("abc")]),
+    ("«think»a«think»b«/think»c", [reasoning("ab"), content("c")]),
+    # Text that looks like a marker is text, whole or half.
+    ("`<think>` and <tool_call>x</tool_call>", [content("`<think>` and <tool_call>x</tool_call>")]),
     ("almost <thin", [content("almost <thin")]),
-    ("a < b <think>x</think>", [content("a < b "), reasoning("x")]),
-    ("<tool_call></tool_call>", [tool("")]),
+    ("«tool_call»f </tool_call>«/tool_call»", call("f", "</tool_call>")),
 ]
 
 
+@pytest.mark.parametrize("cut_off", [False, True])
 @pytest.mark.parametrize(("text", "want"), REGIONS)
-def test_regions(text, want):
-    assert split([text]) == want
-    assert split(list(text)) == want
+def test_regions_between_control_tokens(text, want, cut_off):
+    if cut_off and not text.endswith("»"):
+        # What was cut off is no call; see below.
+        want = [content("<tool_call>f 1")] if text == "«tool_call»f 1" else want
+        if text == "«tool_call»f 1«tool_call»g 2":
+            want = [*call("f", "1"), content("<tool_call>g 2")]
+    assert Case().each_way(text, cut=cut_off) == want
 
 
 @given(st.sampled_from(REGIONS), st.lists(st.integers(0, 99), max_size=8))
 def test_regions_do_not_depend_on_the_pieces(case, cuts):
-    text, want = case
-    assert split(pieces_of(text, cuts)) == want
+    written, want = case
+    splitting = Case()
+    assert splitting.split(pieces_of(splitting.text(written), cuts)) == want
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "x", " 1", "\n"]), max_size=12)
+)
+def test_text_markers_do_not_depend_on_the_pieces(parts):
+    Case(controls=False).each_way("".join(parts))
+    Case(controls=False).each_way("".join(parts), cut=True)
+
+
+def test_markers_that_are_text_are_found_in_the_text():
+    case = Case(controls=False)
+    assert case.each_way("<think>a</think>b<tool_call>f 1</tool_call>") == [
+        reasoning("a"),
+        content("b"),
+        *call("f", "1"),
+    ]
+
+
+def test_half_a_marker_is_dropped_only_where_the_answer_was_cut_off():
+    case = Case(controls=False)
+    assert case.each_way("text <tool_c") == [content("text <tool_c")]
+    assert case.each_way("text <tool_c", cut=True) == [content("text ")]
+    assert case.each_way("text <", cut=True) == [content("text <")]
+    assert case.each_way("<think>so </th", cut=True) == [reasoning("so ")]
+
+
+def test_a_marker_of_several_tokens_never_leaks():
+    case = Case(think=("<|open|>think<|sep|>", "</think>"), extra=["<|open|>response<|sep|>"])
+    assert case.each_way("«|open|»think«|sep|»a«/think»b") == [reasoning("a"), content("b")]
+    assert case.each_way("«|open|»response«|sep|»b") == [content("b")]
+    for half in ("«|open|»", "«|open|»th", "«|open|»think"):
+        for cut_off in (False, True):
+            assert case.each_way("b" + half, cut=cut_off) == [content("b")]
+    assert case.each_way("<|open|>think<|sep|>") == [content("<|open|>think<|sep|>")]
 
 
 def test_a_prompt_may_open_the_reasoning():
-    assert split(["why</think>because"], in_reasoning=True) == [reasoning("why"), content("because")]
+    assert Case().each_way("why«/think»because", in_reasoning=True) == [reasoning("why"), content("because")]
 
 
-def test_without_markers_everything_is_content():
-    assert split(["<think>a</think>"], think=None, tool=None) == [content("<think>a</think>")]
+def test_without_tools_there_are_no_calls():
+    assert Case(controls=False, tools=False).each_way("<tool_call>f 1</tool_call>") == [
+        content("<tool_call>f 1</tool_call>")
+    ]
 
 
 def test_a_tool_call_may_have_no_closing_marker():
-    assert split(["a[TOOL]f {}"], tool=("[TOOL]", "")) == [content("a"), tool("f {}", "[TOOL]f {}")]
+    case = Case(tool=("<tool_call>", ""))
+    assert case.each_way("a«tool_call»f 1«tool_call»g 2") == [content("a"), *call("f", "1"), *call("g", "2")]
+
+
+def test_pieces_know_their_place_in_the_text():
+    case = Case()
+    splitter = RegionSplitter(case.layout, case.symbols, new_call=case.new_call)
+    text = case.text("ab«think»c«/think»d«eos»e")
+    pieces = splitter.feed(text) + splitter.flush()
+    assert [(p.text, p.start, p.end) for p in pieces] == [("ab", 0, 2), ("c", 3, 4), ("d", 5, 6), ("e", 7, 8)]
+    assert pieces[0] == Piece("content", "ab")
+
+
+def test_a_symbol_stands_for_one_token():
+    symbols = Symbols(CONTROLS)
+    text = symbols.marker("<|open|>think<|sep|>")
+    assert (len(text), symbols.restore(text), symbols.visible(text)) == (7, "<|open|>think<|sep|>", "think")
+    assert symbols.marker("no control") == "no control"
+    tokenizer = FakeTokenizer()
+    assert not any(is_symbol(char) for char in tokenizer.decode(range(256)))

@@ -1,0 +1,142 @@
+"""The types of request fields: strict, bounded, and refused in words that a client's developer understands.
+
+A number in quotes is no number, null counts as absent, and fields that are not known are ignored. Knows no endpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any, NoReturn
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_TEXT_LOGPROBS = 5
+MAX_PROMPTS = 128
+
+
+def refuse(text: str) -> NoReturn:
+    """Fault the field that is being validated."""
+    raise PydanticCustomError("refused", "{text}", {"text": text})
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        refuse("Must be a finite number.")
+    return value
+
+
+def _text(value: str) -> str:
+    # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        refuse("Holds half of a surrogate pair, which is not a character.")
+    return value
+
+
+def _stop_list(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        refuse("Must be a string or a list of strings.")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        refuse(f"At most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters.")
+    if "" in stops:
+        refuse("A stop string must not be empty.")
+    return stops
+
+
+def _logit_bias(value: Any) -> Any:
+    if not isinstance(value, dict):
+        refuse("Must be an object of token id to bias.")
+    for token, bias in value.items():
+        if not re.fullmatch(r"[0-9]{1,9}", token, re.ASCII):
+            refuse("Its keys must be token ids.")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            refuse("Its values must be numbers between -100 and 100.")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _content(value: Any) -> Any:
+    """Text parts join without anything between: one part gives exactly the prompt of the plain string."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        refuse("Must be a string or a list of content parts.")
+    return "".join(_part_text(part) for part in value)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "refusal"):
+        refuse("This server takes content parts of type 'text' only: its models read text.")
+    text = part.get(kind)
+    if not isinstance(text, str):
+        refuse(f"A content part of type '{kind}' must have a string '{kind}'.")
+    return text
+
+
+# What the tokenizer's apply_chat_template takes for itself; "chat_template" would be code from a client.
+_RESERVED_OPTIONS = frozenset(
+    [
+        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+    ]
+)
+
+
+def _template_options(value: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(_RESERVED_OPTIONS & value.keys())
+    if taken:
+        refuse(f"'{taken[0]}' is not for the chat template.")
+    return value
+
+
+def _prompts(value: Any) -> Any:
+    """One string, one list of token ids, or a list of either: always as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        refuse("Must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.")
+    prompts = [value] if all(_is_id(item) for item in value) else value
+    if len(prompts) > MAX_PROMPTS:
+        refuse(f"At most {MAX_PROMPTS} prompts.")
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return prompts
+    if not all(isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt) for prompt in prompts):
+        refuse("Must be strings only, or lists of token ids only.")
+    return prompts
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text_logprobs(value: Any) -> Any:
+    # An integer is OpenAI's; true and false are mlx_lm.server's.
+    if isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_TEXT_LOGPROBS):
+        return value
+    refuse(f"Must be an integer between 0 and {MAX_TEXT_LOGPROBS}.")
+
+
+Str = Annotated[str, AfterValidator(_text)]
+Float = Annotated[float, AfterValidator(_finite)]
+Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
+LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
+Content = Annotated[Str | None, BeforeValidator(_content)]
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(_template_options)]
+Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
+TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
+
+
+class Model(BaseModel):
+    """Frozen and strict; what is not known is ignored, for clients send vendor extras."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value

@@ -1,0 +1,84 @@
+"""The tools of a request, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from mlx_serve.api.fields import Model, Str, refuse
+from mlx_serve.core import ApiError
+from mlx_serve.text.grammar import Function
+
+
+class _Function(Model):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: Str | None = None
+    parameters: dict[str, Any] | None = None
+    # Taken, and not enforced where the model is free to call or not: its own format of calls is not constrained.
+    strict: bool | None = None
+
+
+class Tool(Model):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: _Function
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """``names``: the functions that may be called; None: all."""
+
+    mode: Literal["none", "auto", "required"]
+    names: tuple[str, ...] | None = None
+
+
+AUTO = ToolChoice("auto")
+
+
+def _tool_choice(value: Any) -> ToolChoice:
+    match value:
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice("required", (name,))
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+            return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
+    refuse(
+        "Must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}."
+    )
+
+
+def _allowed_name(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    refuse("Its tools must be like {'type': 'function', 'function': {'name': ...}}.")
+
+
+Choice = Annotated[ToolChoice, BeforeValidator(_tool_choice)]
+
+
+def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
+    """Raises ApiError 400 when it asks for what is not there."""
+    if choice.mode == "required" and not tools:
+        raise ApiError(400, "'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice")
+    unknown = set(choice.names or ()) - {tool.function.name for tool in tools}
+    if unknown:
+        raise ApiError(400, f"'tool_choice' names '{min(unknown)}', which is not in 'tools'.", param="tool_choice")
+
+
+def offered(choice: ToolChoice, tools: Sequence[Tool]) -> list[tuple[int, Tool]]:
+    """The tools that may be called, with their places in the request. The model is told of no others."""
+    if choice.mode == "none":
+        return []
+    return [(i, tool) for i, tool in enumerate(tools) if choice.names is None or tool.function.name in choice.names]
+
+
+def as_function(place: int, tool: Tool) -> Function:
+    """For the grammar of a call that the model has to make."""
+    return Function(tool.function.name, tool.function.parameters, f"tools[{place}].function.parameters")

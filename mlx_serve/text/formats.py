@@ -1,0 +1,145 @@
+"""What a model's answers look like, worked out once from its tokenizer: regions, tool calls, control tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from mlx_serve.core import Gate
+from mlx_serve.text import harmony
+from mlx_serve.text.pieces import Region, Splitter, Symbols
+from mlx_serve.text.stream import Layout, RegionSplitter
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.text.toolcalls import HERMES, CallFormat, ForcedCall, call_format, new_bare_reader, new_reader
+
+# Reasoning markers that mlx-lm does not know: Magistral's, Seed-OSS's.
+_MORE_THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+_REGIONS: Mapping[str, Region] = {"normal": "content", "reasoning": "reasoning", "tool": "call", "header": "header"}
+_MAX_KEPT = 16
+# What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
+_TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
+# A template that opens the reasoning does so at the very end of the prompt.
+_TAIL_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Formats:
+    """``template_has_tools``, ``template_has_calls``: whether the chat template takes definitions, calls and results.
+
+    ``controls``: the control tokens that mean something in an answer, and those that may not be seen. An added token
+    that is ordinary text ("\\n\\n" in some vocabularies) is none.
+    """
+
+    tokenizer: Tokenizer
+    is_harmony: bool
+    think: tuple[str, str] | None
+    calls: CallFormat
+    template_has_tools: bool
+    template_has_calls: bool
+    controls: Mapping[int, str]
+    # Those of them that markers are made of.
+    in_markers: Mapping[int, str]
+
+    def symbols(self, tools: Sequence[dict[str, Any]]) -> Symbols:
+        """Control tokens as characters, for one answer. Without tools, a call's markers are text where they can be."""
+        of_calls = {token for token, text in self.in_markers.items() if text in self.calls.opening + self.calls.closing}
+        shown = frozenset() if tools else frozenset(of_calls - self.tokenizer.special_ids)
+        return Symbols(self.controls, self.in_markers, shown)
+
+    def splitter(
+        self, symbols: Symbols, tools: Sequence[dict[str, Any]], *, in_reasoning: bool, forced_call: bool = False
+    ) -> Splitter:
+        """A new splitter for one answer. ``forced_call``: its content is one tool call as JSON."""
+        if forced_call:
+            # gpt-oss may make a call in its own way before it comes to its content.
+            own = tools if self.is_harmony else ()
+            return ForcedCall(self.splitter(symbols, own, in_reasoning=in_reasoning))
+        if self.is_harmony:
+            return harmony.HarmonySplitter(symbols, [tool["function"]["name"] for tool in tools])
+        return RegionSplitter(
+            self._layout(symbols, with_calls=bool(tools)),
+            symbols,
+            new_call=new_reader(self.calls, self.tokenizer, tools) if tools else None,
+            new_bare_call=new_bare_reader(tools) if tools and self.calls.may_be_bare else None,
+            in_reasoning=in_reasoning,
+        )
+
+    def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
+        """Whether a prompt leaves the model inside its reasoning."""
+        if self.think is None:
+            return False
+        tail = tokens[-_TAIL_TOKENS:]
+        controls = {token for token, text in self.in_markers.items() if text in self.think[0]}
+        is_real = not controls or not controls.isdisjoint(tail)
+        return is_real and self.tokenizer.decode(tail).rstrip().endswith(self.think[0])
+
+    def gate(self, *, in_reasoning: bool, with_calls: bool) -> Gate:
+        """Where a grammar for the content takes hold: behind the reasoning, and not in the text of a call."""
+        if self.is_harmony:
+            return Gate(waiting=True, until=self._ids(harmony.FINAL))
+        exits = self._ids(self.calls.opening)[:1] if with_calls else ()
+        exits = exits if self.controls.keys() >= set(exits) else ()
+        if self.think is None:
+            return Gate(exits=exits)
+        detours = self._ids(self.think[0])[:1]
+        return Gate(waiting=in_reasoning, until=self._ids(self.think[1]), detours=detours, exits=exits)
+
+    def _ids(self, marker: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(marker, special=False))
+
+    def markers(self) -> list[str]:
+        """All markers that count in an answer."""
+        markers = [*(self.think or ()), self.calls.opening, self.calls.closing, *self.tokenizer.structural_markers]
+        markers += [marker for edges in self.tokenizer.transitions.values() for marker, _ in edges]
+        return [*markers, *(harmony.CONTROLS if self.is_harmony else ())]
+
+    def _layout(self, symbols: Symbols, *, with_calls: bool) -> Layout:
+        """The markers of an answer, by the region in which each counts (as mlx-lm's state machine has them)."""
+        edges: dict[Region, list[tuple[str, Region]]] = {"content": [], "reasoning": [], "call": [], "header": []}
+        if self.think is not None:
+            edges["content"].append((self.think[0], "reasoning"))
+            edges["reasoning"].append((self.think[1], "content"))
+        if with_calls:
+            opening: tuple[str, Region] = (self.calls.opening, "call")
+            # Where a response format leads to calls by itself, they begin nowhere else.
+            is_free = not any(to == "tool" for found in self.tokenizer.transitions.values() for _, to in found)
+            edges["content"] += [opening] if is_free else []
+            edges["reasoning"].append(opening)
+            edges["call"] = [opening, *([(self.calls.closing, "content")] if self.calls.closing else [])]  # type: ignore[list-item]
+        edges["content"] += [(marker, "content") for marker in self.tokenizer.structural_markers]
+        for name, found in self.tokenizer.transitions.items():
+            targets = [(marker, _REGIONS[to] if with_calls or to != "tool" else "content") for marker, to in found]
+            edges[_REGIONS[name]] += targets
+        initial = _REGIONS[self.tokenizer.initial_region or "normal"]
+        return Layout({k: tuple((symbols.marker(m), to) for m, to in v) for k, v in edges.items()}, initial)
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def formats(tokenizer: Tokenizer) -> Formats:
+    """What a model's answers look like. Kept, for a vocabulary has thousands of control tokens."""
+    texts = frozenset(tokenizer.controls.values())
+    more = next((pair for pair in _MORE_THINK if texts.issuperset(pair)), None)
+    template = tokenizer.template if tokenizer.has_chat_template else ""
+    has_tools = template is None or re.search(r"\btools\b", template) is not None
+    has_calls = template is None or "tool_calls" in template
+    found = Formats(
+        tokenizer,
+        is_harmony=texts.issuperset((harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
+        think=tokenizer.think or more,
+        calls=call_format(tokenizer) if has_tools or has_calls else HERMES,
+        template_has_tools=has_tools,
+        template_has_calls=has_calls,
+        controls={},
+        in_markers={},
+    )
+    in_markers = _in_markers(tokenizer, found.markers())
+    special = {token: tokenizer.controls[token] for token in tokenizer.special_ids if token in tokenizer.controls}
+    return replace(found, controls=special | in_markers, in_markers=in_markers)
+
+
+def _in_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[int, str]:
+    tags = {token: text for token, text in tokenizer.controls.items() if _TAG.fullmatch(text)}
+    return {token: text for token, text in tags.items() if any(text in marker for marker in markers)}

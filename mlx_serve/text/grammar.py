@@ -1,0 +1,275 @@
+"""From what a request demands of its text (a JSON schema, a regex, ...) to a grammar in llguidance's form, as text.
+
+Knows no tokens and no model: the same grammar serves them all. Only this module of ``text`` knows llguidance, which is
+an extra: it is imported when the first grammar comes. Everything is checked here, so that what reaches the engine
+compiles, and what does not is a 400 that names the request's field and, in a schema, the place.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlx_serve.core import ApiError
+
+# OpenAI's own bound on a schema's text is 120,000 characters.
+MAX_CHARS = 120_000
+# llguidance bounds most of what compiling costs, but a compilation cannot be stopped, so the rest is bounded here. In
+# seconds, measured: 3,000 properties 0.3, 9,000 7; 15 patterns that one string must match 0.1, 20 of them 10; 500 GBNF
+# rules that lead to each other 0.3, 3,000 more than 12.
+MAX_PARTS = 2_000
+MAX_MEETING_PATTERNS = 12
+MAX_RULES = 500
+# Where in a schema a fault lies is looked for by compiling its parts, for so long at most.
+_SEARCH_S = 0.5
+
+# One way to write each value, that of Python's json.dumps: between free spaces a small model never ends. Stated in
+# full, so that a schema's own "x-guidance" has no say.
+_JSON_STYLE = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "coerce_one_of": False,
+    "lenient": False,
+}
+# What llguidance enforces of JSON Schema's formats. Others, "password" or "binary", say nothing about the text.
+_FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
+)
+
+# Where schemas lie inside a schema: by name, in a list, or alone.
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
+_ALONE = ("items", "additionalProperties")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the text must be. ``param`` is the request's field that says so, for errors."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    value: Any
+    param: str
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool as it may be called. ``parameters`` is a JSON schema; None: it takes none."""
+
+    name: str
+    parameters: Mapping[str, Any] | None
+    param: str
+
+
+def compile_rule(rule: Rule) -> str:
+    """The grammar of a rule. Raises ApiError 400 that names its field."""
+    llguidance = _llguidance(rule.param)
+    if rule.kind == "json_schema":
+        return _grammar({"json_schema": _checked_schema(rule.value, rule.param)})
+    if rule.kind == "choice":
+        grammar = _grammar({"lark_grammar": "start: " + " | ".join(_literal(choice) for choice in rule.value)})
+    elif rule.kind == "regex":
+        grammar = llguidance.LLMatcher.grammar_from_regex(rule.value)
+    else:
+        grammar = _free_grammar(llguidance, rule)
+    if fault := _fault(grammar):
+        raise _refused(rule.param, f"it cannot be compiled: {fault}")
+    return grammar
+
+
+def compile_forced_call(functions: Sequence[Function]) -> str:
+    """The grammar of a call of one of some functions: {"name": ..., "arguments": {...}}.
+
+    Raises ApiError 400 that names the tool whose parameters cannot be compiled.
+    """
+    _llguidance("tools")
+    # A grammar of its own for each function, so that a reference in its parameters ("#/$defs/...") finds its root.
+    calls = [
+        f'{_literal(f"""{{"name": {json.dumps(function.name)}, "arguments": """)} @arguments{i} "}}"'
+        for i, function in enumerate(functions)
+    ]
+    grammars: list[dict[str, Any]] = [{"name": "call", "lark_grammar": "start: " + " | ".join(calls)}]
+    for i, function in enumerate(functions):
+        schema = _checked_schema(_parameters(function), function.param)
+        grammars.append({"name": f"arguments{i}", "json_schema": schema})
+    grammar = _grammar(*grammars)
+    if fault := _fault(grammar):
+        raise _refused("tools", f"their parameters cannot be compiled: {fault}")
+    return grammar
+
+
+def _parameters(function: Function) -> Mapping[str, Any]:
+    # Arguments are an object, whatever else the schema says or leaves open.
+    return {"properties": {}, **(function.parameters or {}), "type": "object"}
+
+
+def _llguidance(param: str) -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        text = f"'{param}' needs constrained decoding, which is not installed here: pip install 'mlx-serve[structured]'"
+        raise ApiError(400, text, param=param) from None
+    return llguidance
+
+
+def _free_grammar(llguidance: Any, rule: Rule) -> str:
+    """GBNF, as llama.cpp has it, or Lark in llguidance's dialect; told apart by Lark's ``start:``."""
+    if len(rule.value) > MAX_CHARS or rule.value.count("::=") > MAX_RULES:
+        raise _refused(rule.param, f"it is longer than {MAX_CHARS} characters or {MAX_RULES} rules.")
+    if "%json" in rule.value:
+        raise _refused(rule.param, "a grammar cannot hold a JSON schema here.")
+    try:
+        return _grammar({"lark_grammar": llguidance.grammar_from("gbnf", rule.value)})
+    except ValueError as error:
+        raise _refused(rule.param, f"it cannot be compiled: {error}") from None
+
+
+def _literal(text: str) -> str:
+    """As a string of a Lark grammar, which is written as JSON writes it."""
+    return json.dumps(text)
+
+
+def _grammar(*grammars: Mapping[str, Any]) -> str:
+    return json.dumps({"grammars": grammars})
+
+
+def _fault(grammar: str) -> str:
+    """What llguidance finds wrong, or ""."""
+    if len(grammar) > 2 * MAX_CHARS:
+        return f"it is longer than {MAX_CHARS} characters."
+    from llguidance import LLMatcher, LLParserLimits
+
+    return str(LLMatcher.validate_grammar(grammar, limits=LLParserLimits(verbose_errors=False))).strip()
+
+
+def _checked_schema(schema: Any, param: str) -> dict[str, Any]:
+    """The schema as it is compiled. Raises ApiError 400 that says where the fault is."""
+    if not isinstance(schema, dict | bool):
+        raise _refused(param, "a JSON schema must be an object.")
+    try:
+        _check_size(schema, param)
+        tidy = _tidied(schema)
+        if len(json.dumps(tidy, allow_nan=False)) > MAX_CHARS:
+            raise _refused(param, f"the JSON schema is longer than {MAX_CHARS} characters.")
+        if fault := _schema_fault(tidy):
+            raise _refused(param, f"the JSON schema cannot be compiled: {fault} (at {_where(tidy, fault)})")
+    except RecursionError:
+        raise _refused(param, "the JSON schema is nested too deeply.") from None
+    except ValueError:  # a number past a double's range
+        raise _refused(param, "the JSON schema holds a number that is too large.") from None
+    return tidy
+
+
+def _check_size(schema: Any, param: str) -> None:
+    parts = list(_all_parts(schema))
+    if len(parts) > MAX_PARTS:
+        raise _refused(param, f"the JSON schema has more than {MAX_PARTS} parts.")
+    patterns = {str(part[key]) for part in parts for key in ("pattern", "format", "multipleOf") if key in part}
+    patterns |= {name for part in parts for name in _names(part.get("patternProperties"))}
+    if len(patterns) > MAX_MEETING_PATTERNS and any(_meets_others(part) for part in parts):
+        text = f"more than {MAX_MEETING_PATTERNS} patterns in a JSON schema that combines schemas (allOf)."
+        raise _refused(param, text)
+
+
+def _names(schemas: Any) -> list[str]:
+    return list(schemas) if isinstance(schemas, dict) else []
+
+
+def _schema_fault(schema: Any) -> str:
+    return _fault(_grammar({"json_schema": schema}))
+
+
+def _tidied(schema: dict[str, Any] | bool) -> dict[str, Any]:
+    if isinstance(schema, bool):
+        # The schemas of everything and of nothing; options need an object to stand in.
+        schema = {} if schema else {"enum": []}
+    closed = not any(_meets_others(part) for part in _all_parts(schema))
+    tidy = _rebuilt(schema, _close if closed else lambda part: part)
+    return {**tidy, "x-guidance": _JSON_STYLE}
+
+
+def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A copy without what would mislead llguidance, with ``finish`` done to each schema in it."""
+    if not isinstance(schema, dict):
+        return schema
+    out = {key: value for key, value in schema.items() if key != "x-guidance"}
+    if isinstance(out.get("format"), str) and out["format"] not in _FORMATS:
+        del out["format"]
+    for key in out.keys() & _BY_NAME:
+        if isinstance(out[key], dict):
+            out[key] = {name: _rebuilt(part, finish) for name, part in out[key].items()}
+    for key in out.keys() & _IN_LIST:
+        if isinstance(out[key], list):
+            out[key] = [_rebuilt(part, finish) for part in out[key]]
+    for key in out.keys() & _ALONE:
+        out[key] = _rebuilt(out[key], finish)
+    return finish(out)
+
+
+def _close(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object that names its properties gets no others, though JSON Schema would let it: else it may never end.
+
+    What comes out conforms all the same. vLLM's default grammars do so too.
+    """
+    properties, required = schema.get("properties"), schema.get("required", [])
+    open_by_wish = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & schema.keys()
+    if open_by_wish or not isinstance(properties, dict) or not isinstance(required, list):
+        return schema
+    if any(isinstance(name, str) and name not in properties for name in required):
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+def _meets_others(schema: Mapping[str, Any]) -> bool:
+    """Whether a value must match this and another schema: closing either could leave no value at all."""
+    combined = {"$ref", "anyOf", "oneOf"} & schema.keys()
+    own = {"properties", "required", "additionalProperties", "patternProperties"} & schema.keys()
+    return "allOf" in schema or len(combined) > 1 or bool(combined and own)
+
+
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schemas right inside a schema, each with its JSON pointer from there (RFC 6901)."""
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield f"/{key}/" + name.replace("~", "~0").replace("/", "~1"), part
+        elif key in _IN_LIST and isinstance(value, list):
+            yield from ((f"/{key}/{i}", part) for i, part in enumerate(value))
+        elif key in _ALONE:
+            yield f"/{key}", value
+
+
+def _all_parts(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        yield schema
+        for _, part in _parts(schema):
+            yield from _all_parts(part)
+
+
+def _where(schema: dict[str, Any], fault: str) -> str:
+    """The JSON pointer of the smallest part that has the same fault when it is compiled alone."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    deadline = time.monotonic() + _SEARCH_S
+    pointer, part = "#", schema
+    while (found := _faulty_part(part, shared, fault, deadline)) is not None:
+        step, part = found
+        pointer += step
+    return pointer
+
+
+def _faulty_part(part: Any, shared: dict[str, Any], fault: str, deadline: float) -> tuple[str, Any] | None:
+    for step, inner in _parts(part):
+        if time.monotonic() > deadline:
+            return None
+        if _schema_fault({**shared, **inner} if isinstance(inner, dict) else inner) == fault:
+            return step, inner
+    return None
+
+
+def _refused(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"Invalid value for '{param}': {reason}", param=param)

@@ -1,0 +1,183 @@
+"""gpt-oss's format: an answer is several messages, each with a header that says what it is for.
+
+    <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+
+The recipient ("to=") stands before or behind the channel. The last token of an answer is not seen here, which makes no
+difference: a message is a call because of its recipient, however it ends. The format is described in
+https://github.com/openai/harmony/blob/main/docs/format.md
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from mlx_serve.text.callbody import NamedCall
+from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+FINAL = f"{CHANNEL}final{MESSAGE}"
+CONTROLS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+# A header that has no control token yet: the role, the recipient, or the beginning of it.
+_BARE_HEADER = re.compile(r"\s*(?:assistant)?\s*(?:t|to|to=\S*)?\s*")
+_RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
+
+
+class HarmonySplitter:
+    """Splits an answer that goes on behind ``<|start|>assistant``. ``tools``: the names that were offered."""
+
+    def __init__(self, symbols: Symbols, tools: Collection[str]) -> None:
+        self._symbols = symbols
+        self._tools = frozenset(tools)
+        self._region: Region = "header"
+        self._header = ""
+        self._body: NamedCall | None = None
+        self._position = 0
+        self._is_first_text = True
+        self._said: set[Region] = set()
+
+    @property
+    def region(self) -> Region:
+        """Where the next text belongs, as far as that is known."""
+        return self._region
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain now."""
+        out: list[Piece] = []
+        for run in _RUN.findall(text):
+            if is_symbol(run[0]):
+                self._control(self._symbols.restore(run), out)
+            else:
+                self._text(run, out)
+            self._position += len(run)
+        return joined(out)
+
+    def flush(self, *, cut: bool = False) -> list[Piece]:
+        """The rest: an answer without any header is one all the same."""
+        out: list[Piece] = []
+        self._end_header(out)
+        self._end_message(out, cut=cut)
+        return joined(out)
+
+    def _control(self, control: str, out: list[Piece]) -> None:
+        if control == MESSAGE and self._region == "header":
+            self._begin_message()
+        elif control in (CHANNEL, CONSTRAIN) and self._region == "header":
+            self._header += control
+        elif control in (START, CHANNEL) or control in ENDS:
+            self._end_header(out)
+            self._end_message(out, cut=False)
+            self._header = "" if control in ENDS else control
+        # What is left stands where it means nothing.
+
+    def _text(self, text: str, out: list[Piece]) -> None:
+        if self._region == "header" and (self._header + text).lstrip().startswith("{"):
+            # JSON is no header: a grammar let the model begin with its answer.
+            text, self._header = self._header + text, ""
+            self._enter("content")
+        if self._region == "header":
+            self._header += text
+        elif self._body is not None:
+            self._argument_text(text, out)
+        else:
+            self._say(text, out)
+
+    def _begin_message(self) -> None:
+        channel = _CHANNEL_NAME.search(self._header)
+        recipient = _RECIPIENT.search(self._header)
+        name = recipient[1] if recipient else ""
+        if self._tools and (name.startswith("functions.") or name in self._tools):
+            self._body = NamedCall(name.removeprefix("functions."))
+            self._enter("call")
+        else:
+            self._enter("reasoning" if channel and channel[1] == "analysis" else "content")
+
+    def _enter(self, region: Region) -> None:
+        self._region = region
+        self._header = ""
+        self._is_first_text = True
+
+    def _say(self, text: str, out: list[Piece]) -> None:
+        region = self._region
+        assert region in ("content", "reasoning")
+        if self._is_first_text and region in self._said:
+            # Messages of one kind are lines of one text.
+            out.append(Piece(region, "\n", self._position, self._position))
+        self._is_first_text = False
+        self._said.add(region)
+        out.append(Piece(region, text, self._position, self._position + len(text)))
+
+    def _argument_text(self, text: str, out: list[Piece]) -> None:
+        assert self._body is not None
+        while text and not self._body.failed:
+            text = text[self._body.feed(text, out) :]
+        if self._body.failed:
+            text = self._body.close(out, cut=False) + text
+            self._body = None
+            self._enter("content")
+            self._say(text, out)
+
+    def _end_header(self, out: list[Piece]) -> None:
+        if self._region == "header" and not _is_header(self._header):
+            start = self._position - len(self._header)
+            out.append(Piece("content", self._header, start, self._position))
+        self._header = ""
+
+    def _end_message(self, out: list[Piece], *, cut: bool) -> None:
+        left = self._body.close(out, cut=cut) if self._body is not None else ""
+        if left:
+            out.append(Piece("content", left, self._position - len(left), self._position))
+        self._body = None
+        self._region = "header"
+
+
+def _is_header(text: str) -> bool:
+    return START in text or CHANNEL in text or _BARE_HEADER.fullmatch(text) is not None
+
+
+def history(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Earlier turns as gpt-oss's template takes them: one call to a message, each followed by its result.
+
+    Reasoning stays where it led to a call (the template drops it once a final answer has followed) and goes away
+    otherwise. What the model said before a call goes with the reasoning: the template has no other place for it.
+    """
+    out: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for message in [*map(dict, messages), {}]:
+        if message.get("role") == "tool":
+            results.append(message)
+            continue
+        out += _calls_with_results(calls, results)
+        calls, results = _calls_of(message), []
+        if message and not calls:
+            out.append({key: value for key, value in message.items() if key != "reasoning_content"})
+    return out
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A message for each call of a message."""
+    thoughts = [message.get("reasoning_content"), message.get("content")]
+    thinking = "\n\n".join(thought for thought in thoughts if thought)
+    calls = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in message.get("tool_calls") or ()]
+    if calls and thinking:
+        calls[0]["thinking"] = thinking
+    return calls
+
+
+def _calls_with_results(calls: list[dict[str, Any]], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    left = list(results)
+    for call in calls:
+        yield call
+        call_id = call["tool_calls"][0].get("id")
+        result = next((r for r in left if r.get("tool_call_id") == call_id), None)
+        if result is not None:
+            left.remove(result)
+            yield result
+    yield from left

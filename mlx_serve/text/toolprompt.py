@@ -1,0 +1,58 @@
+"""Tools for models whose chat template has no place for them: definitions, calls and results as text.
+
+Nothing of a conversation is dropped in silence; the words are Hermes', which most small models have seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_serve.text.toolcalls import CallFormat
+
+Message = dict[str, Any]
+
+
+def with_definitions(messages: Sequence[Message], tools: Sequence[Any], form: CallFormat) -> list[Message]:
+    """The messages with the tools' definitions in the system message."""
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = (
+        "You can call functions. They are, one a line, as JSON with the schema of their parameters:\n"
+        f"<tools>\n{lines}\n</tools>\n"
+        "To call one, answer with its name and arguments in exactly this form, and with nothing behind it:\n"
+        f"{form.example}"
+    )
+    out = [dict(message) for message in messages]
+    if out and out[0]["role"] == "system":
+        out[0]["content"] = f"{out[0]['content']}\n\n{text}" if out[0]["content"] else text
+        return out
+    return [{"role": "system", "content": text}, *out]
+
+
+def as_text(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The messages with calls and results written out. Results that follow each other are one user's message."""
+    out: list[Message] = []
+    for message in messages:
+        if message["role"] != "tool":
+            out.append(_without_calls(message))
+            continue
+        text = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if out and out[-1].get("is_result"):
+            out[-1]["content"] += "\n" + text
+        else:
+            out.append({"role": "user", "content": text, "is_result": True})
+    return [{key: value for key, value in message.items() if key != "is_result"} for message in out]
+
+
+def _without_calls(message: Mapping[str, Any]) -> Message:
+    out = {key: value for key, value in message.items() if key != "tool_calls"}
+    calls = [_call_text(call["function"]) for call in message.get("tool_calls") or ()]
+    if calls:
+        out["content"] = "\n".join([*([out["content"]] if out.get("content") else []), *calls])
+    return out
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
