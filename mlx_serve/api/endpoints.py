@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -15,8 +13,8 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.core import ApiError, ClientGone, Event, Gate, Job, Prompt, RawRequest, Response
-from mlx_serve.engine.catalog import Catalog, ModelEntry
+from mlx_serve.core import ApiError, ClientGone, Event, Finish, Gate, Job, Prompt, RawRequest, Response, Usage
+from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.formats import formats
@@ -70,7 +68,11 @@ class Api:
     def __call__(self, request: RawRequest) -> Response:
         """Answer a request. Raises ApiError, and ClientGone when nobody waits any more."""
         endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
-        return endpoint(self._services, request)
+        try:
+            return endpoint(self._services, request)
+        except RecursionError:
+            # Whatever it was that went down into the request's JSON: checking, the chat template, writing it out.
+            raise ApiError(400, "The request is nested too deeply.") from None
 
     def error(self, error: ApiError) -> Response:
         """The reply that an error becomes."""
@@ -87,6 +89,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/chat/completions"""
     body = schema.parse(schema.ChatRequest, request.body)
     entry, tokenizer = _model(services, body)
+    _check_length(services, entry, tokenizer, sum(len(m.content or "") for m in body.messages), "messages")
     grammar = _grammar(services, entry, body)
     prompt = chat_prompt(
         tokenizer,
@@ -111,14 +114,39 @@ def completions(services: Services, request: RawRequest) -> Response:
     body = schema.parse(schema.CompletionRequest, request.body)
     entry, tokenizer = _model(services, body)
     grammar = _grammar(services, entry, body)
-    prompts = [_completion_prompt(entry, tokenizer, prompt) for prompt in body.prompt]
+    prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
+    if body.max_tokens == 0:
+        return _only_echo(services, entry, tokenizer, body, prompts)
     limit = body.wanted_tokens or schema.COMPLETION_MAX_TOKENS
     jobs = _jobs(services, entry, body, prompts, limit, param="prompt")
     if grammar is not None:
         _constrain(jobs, grammar, Gate())
-    echoes = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+    echoes = _echoes(tokenizer, body)
     reply = _Reply(services, request, entry, jobs, OutputOptions(tuple(body.stop), is_chat=False), body)
     return reply.respond(render.CompletionRenderer(reply.head("cmpl"), echoes, body.n), tokenizer)
+
+
+def _echoes(tokenizer: Tokenizer, body: schema.CompletionRequest) -> list[str]:
+    return [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+
+
+def _only_echo(
+    services: Services,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    body: schema.CompletionRequest,
+    prompts: Sequence[Prompt],
+) -> Response:
+    """``max_tokens`` 0 with ``echo``: the prompts again, and nothing to generate."""
+    n = len(prompts) * body.n
+    finishes = [Finish(i, "length", Usage(len(prompts[i // body.n].tokens), 0)) for i in range(n)]
+    head = render.new_head("cmpl", entry.name, services.fingerprint)
+    renderer = render.CompletionRenderer(head, _echoes(tokenizer, body), body.n)
+    if body.stream:
+        include_usage = body.stream_options.include_usage
+        pieces = render.stream(renderer, finishes, n, body.n, include_usage=include_usage)
+        return Response(200, pieces, "text/event-stream")
+    return _json(render.fold(renderer, finishes, n, body.n))
 
 
 def list_models(services: Services, request: RawRequest) -> Response:
@@ -162,8 +190,7 @@ class _Reply:
     body: schema.ChatRequest | schema.CompletionRequest
 
     def head(self, prefix: str) -> render.Head:
-        new_id = f"{prefix}-{secrets.token_hex(16)}"
-        return render.Head(new_id, int(time.time()), self.entry.name, self.services.fingerprint)
+        return render.new_head(prefix, self.entry.name, self.services.fingerprint)
 
     def respond(self, renderer: render.Renderer, tokenizer: Tokenizer) -> Response:
         """Raises ApiError while nothing was sent; once a stream runs, an error is its last event."""
@@ -172,7 +199,8 @@ class _Reply:
         if self.body.stream:
             return Response(200, _Stream(self._stream(renderer, generation), generation), "text/event-stream")
         try:
-            return _json(render.fold(renderer, generation, len(self.jobs), self.body.n))
+            n_kept = self.body.n if self.body.n_samples > self.body.n else None
+            return _json(render.fold(renderer, generation, len(self.jobs), self.body.n_samples, n_kept))
         finally:
             self._note(generation)
 
@@ -192,7 +220,7 @@ class _Reply:
 
     def _note(self, generation: Generation) -> None:
         """For the log."""
-        usage = render.total_usage(generation.finishes, self.body.n)
+        usage = render.total_usage(generation.finishes, self.body.n_samples)
         reasons = {finish.reason for finish in generation.finishes}
         self.request.notes.update(
             model=self.entry.name,
@@ -229,16 +257,15 @@ def _model(services: Services, body: schema._Request) -> tuple[ModelEntry, Token
     return entry, services.tokenizers.tokenizer(entry)
 
 
-def _grammar(
-    services: Services, entry: ModelEntry, body: schema.ChatRequest | schema.CompletionRequest
-) -> str | None:
+def _grammar(services: Services, entry: ModelEntry, body: schema.ChatRequest | schema.CompletionRequest) -> str | None:
     """What the text has to match. Raises ApiError 400 when that is too much, or cannot be compiled for the model."""
     rule = body.rule()
     functions = body.must_call if isinstance(body, schema.ChatRequest) else []
     if functions:
         # A format is for an answer in words, and there will be none.
         if rule is not None and rule.param != "response_format":
-            raise ApiError(400, f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other.")
+            text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
+            raise ApiError(400, text, param=rule.param)
         grammar, param = compile_forced_call(functions), "tools"
     elif rule is not None:
         grammar, param = compile_rule(rule), rule.param
@@ -261,8 +288,9 @@ def _constrain(jobs: Sequence[Job], grammar: str, gate: Gate) -> None:
         job.sampling = replace(job.sampling, grammar=grammar, gate=gate)
 
 
-def _completion_prompt(entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def _completion_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
+        _check_length(services, entry, tokenizer, len(prompt), "prompt")
         return text_prompt(tokenizer, prompt)
     # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
     check_ids(prompt, entry.vocab_size or tokenizer.n_tokens, "prompt")
@@ -271,7 +299,7 @@ def _completion_prompt(entry: ModelEntry, tokenizer: Tokenizer, prompt: str | li
 
 def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
     # mlx_lm.server loads whatever path or repository a client names; here the operator decides.
-    if wanted not in (None, "default_model", offered):
+    if wanted not in (None, DEFAULT_NAME, offered):
         raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
 
 
@@ -283,27 +311,40 @@ def _jobs(
     jobs = []
     for i, prompt in enumerate(prompts):
         room = _room(services, entry, prompt, param)
-        sampling = body.sampling(services.defaults, body.wanted_logprobs, min(limit, room))
-        for k in range(body.n):
+        sampling = body.sampling(services.defaults, body.needed_logprobs, min(limit, room))
+        for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
-            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), i * body.n + k, events))
+            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), i * body.n_samples + k, events))
     return jobs
+
+
+def _context_tokens(services: Services, entry: ModelEntry) -> int | None:
+    """What prompt and output together may come to; None: nobody says."""
+    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
+    return min(limits, default=None)
+
+
+def _check_length(services: Services, entry: ModelEntry, tokenizer: Tokenizer, n_chars: int, param: str) -> None:
+    """Refuse what can't fit before it is tokenized, which takes many seconds for millions of characters."""
+    context_tokens = _context_tokens(services, entry)
+    least = n_chars // tokenizer.max_token_chars
+    if context_tokens is not None and least > context_tokens:
+        raise errors.context_length(context_tokens, least, param)
 
 
 def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:
     """How many tokens may follow the prompt."""
-    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
-    if not limits:
+    context_tokens = _context_tokens(services, entry)
+    if context_tokens is None:
         return 2**31
-    context_tokens = min(limits)
     if len(prompt.tokens) >= context_tokens:
         raise errors.context_length(context_tokens, len(prompt.tokens), param)
     return context_tokens - len(prompt.tokens)
 
 
 def _model_object(services: Services, entry: ModelEntry) -> dict[str, Any]:
-    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
-    length = {"max_model_len": min(limits)} if limits else {}
+    context_tokens = _context_tokens(services, entry)
+    length = {"max_model_len": context_tokens} if context_tokens is not None else {}
     return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "mlx-serve"} | length
 
 

@@ -9,7 +9,7 @@ import math
 import re
 from typing import Annotated, Any, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 64
@@ -18,9 +18,14 @@ MAX_TEXT_LOGPROBS = 5
 MAX_PROMPTS = 128
 
 
+def fault(text: str) -> PydanticCustomError:
+    """What is wrong with the field that is being validated."""
+    return PydanticCustomError("refused", "{text}", {"text": text})
+
+
 def refuse(text: str) -> NoReturn:
     """Fault the field that is being validated."""
-    raise PydanticCustomError("refused", "{text}", {"text": text})
+    raise fault(text)
 
 
 def _finite(value: float) -> float:
@@ -33,6 +38,13 @@ def _text(value: str) -> str:
     # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
     if any("\ud800" <= char <= "\udfff" for char in value):
         refuse("Holds half of a surrogate pair, which is not a character.")
+    return value
+
+
+def _repetition_penalty(value: float) -> float:
+    # It divides and multiplies logits in float32: near 0 that gives infinities, and then no number at all.
+    if value != 0 and not 0.01 <= value <= 100:
+        refuse("Must be 0 (off) or between 0.01 and 100.")
     return value
 
 
@@ -123,6 +135,9 @@ def _text_logprobs(value: Any) -> Any:
 
 Str = Annotated[str, AfterValidator(_text)]
 Float = Annotated[float, AfterValidator(_finite)]
+RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
+# mlx-lm slices with it, and MLX's slices take 32 bits: a larger one would fail everybody's step.
+ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 Content = Annotated[Str | None, BeforeValidator(_content)]

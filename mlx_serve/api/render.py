@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,6 +35,11 @@ class Head:
     created: int
     model: str
     fingerprint: str
+
+
+def new_head(prefix: str, model: str, fingerprint: str) -> Head:
+    """With a new id, and the time of now."""
+    return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, fingerprint)
 
 
 class Renderer(Protocol):
@@ -77,14 +83,35 @@ class Choice:
             self.finish = delta
 
 
-def fold(renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int) -> dict[str, Any]:
-    """The whole reply. ``n_per_prompt`` choices share a prompt, which is counted once."""
+def fold(
+    renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int, n_kept: int | None = None
+) -> dict[str, Any]:
+    """The whole reply. ``n_per_prompt`` choices share a prompt, counted once; the best ``n_kept`` are given."""
     choices = [Choice(index) for index in range(n_choices)]
     for delta in deltas:
         if not isinstance(delta, Beat):
             choices[delta.index].add(delta)
     usage = total_usage([choice.finish for choice in choices if choice.finish], n_per_prompt)
+    if n_kept is not None:
+        choices = best(choices, n_per_prompt, n_kept)
     return renderer.whole(choices, usage)
+
+
+def best(choices: Sequence[Choice], n_per_prompt: int, n_kept: int) -> list[Choice]:
+    """Of each prompt's choices the ``n_kept`` with the highest mean log-probability, numbered anew.
+
+    Their log-probabilities were asked for to this end, and are not shown.
+    """
+    kept: list[Choice] = []
+    for first in range(0, len(choices), n_per_prompt):
+        ranked = sorted(choices[first : first + n_per_prompt], key=_mean_logprob, reverse=True)
+        kept += [replace(choice, index=len(kept) + i, logprobs=[]) for i, choice in enumerate(ranked[:n_kept])]
+    return kept
+
+
+def _mean_logprob(choice: Choice) -> float:
+    logprobs = [json_logprob(entry.logprob) for entry in choice.logprobs]
+    return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_OF_ZERO
 
 
 def stream(

@@ -13,15 +13,17 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import FailFast, Field, ValidationError, model_validator
 
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.fields import (
     Content,
+    ContextSize,
     Float,
     LogitBias,
     Model,
     Prompts,
+    RepetitionPenalty,
     Stops,
     Str,
     TemplateOptions,
@@ -34,6 +36,8 @@ from mlx_serve.text.grammar import Function
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 16_384
+MAX_TOOLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: Str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Str | None = None
     reasoning_content: Str | None = None
 
@@ -94,20 +98,20 @@ class _Request(Structured):
     stream_options: _StreamOptions = _StreamOptions()
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stop: Stops = []
+    stop: Stops = Field(default_factory=list)
     temperature: Annotated[Float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[Float, Field(ge=0, le=1)] = 0.0
     xtc_threshold: Annotated[Float, Field(ge=0, le=1)] = 0.1
-    repetition_penalty: Annotated[Float, Field(ge=0, le=100)] = 0.0
-    repetition_context_size: Annotated[int, Field(ge=0)] = 20
+    repetition_penalty: RepetitionPenalty = 0.0
+    repetition_context_size: ContextSize = 20
     presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    presence_context_size: Annotated[int, Field(ge=0)] | None = None
+    presence_context_size: ContextSize | None = None
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
-    frequency_context_size: Annotated[int, Field(ge=0)] | None = None
-    logit_bias: LogitBias = {}
+    frequency_context_size: ContextSize | None = None
+    logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = None
     # vLLM's, for benchmarks.
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -158,19 +162,20 @@ def _or(value: T | None, default: T) -> T:
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    # At the first fault, or a body of a million faulty items would be a million errors to write down.
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: list[tool_fields.Tool] = []
+    tools: Annotated[list[tool_fields.Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: tool_fields.Choice = tool_fields.AUTO
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    modalities: list[str] = ["text"]
+    modalities: list[str] = Field(default_factory=lambda: ["text"])
     audio: Any = None
-    functions: list[Any] = []
+    functions: list[Any] = Field(default_factory=list)
     function_call: Any = None
-    chat_template_kwargs: TemplateOptions = {}
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     role_mapping: dict[str, Str] | None = None
 
     @model_validator(mode="after")
@@ -178,9 +183,9 @@ class ChatRequest(_Request):
         if self.top_logprobs > 0 and not self.logprobs:
             raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
         if self.modalities != ["text"]:
-            raise ApiError(400, "This server's models answer in text only.", param="modalities")
+            raise ApiError(400, "This server serves 'modalities' ['text'] only.", param="modalities")
         if self.audio is not None:
-            raise ApiError(400, "This server's models answer in text only, without 'audio'.", param="audio")
+            raise ApiError(400, "This server serves no 'audio': its models answer in text.", param="audio")
         if self.functions and self.function_call != "none":
             raise ApiError(400, "'functions' are not served any more: use 'tools'.", param="functions")
         _check_tool_messages(self.messages)
@@ -221,7 +226,12 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def n_samples(self) -> int:
+        """How many answers are generated."""
+        return self.n
+
+    @property
+    def needed_logprobs(self) -> int | None:
         """How many alternatives a token's log-probabilities come with; None: not asked for."""
         return self.top_logprobs if self.logprobs else None
 
@@ -229,8 +239,9 @@ class ChatRequest(_Request):
 def _check_tool_messages(messages: list[Message]) -> None:
     for i, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
-            text = "A message of role 'tool' must say which call it answers."
-            raise ApiError(400, text, param=f"messages[{i}].tool_call_id", code="missing_required_parameter")
+            param = f"messages[{i}].tool_call_id"
+            text = f"Missing required parameter: '{param}'. It says which call a message of role 'tool' answers."
+            raise ApiError(400, text, param=param, code="missing_required_parameter")
 
 
 # OpenAI's default for plain completions, unlike chat's.
@@ -244,20 +255,36 @@ class CompletionRequest(_Request):
     logprobs: TextLogprobs = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     echo: bool = False
-    best_of: int | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
 
     @model_validator(mode="after")
     def _served(self) -> CompletionRequest:
         if self.suffix:
             raise ApiError(400, "This server does not fill in the middle: 'suffix' is not served.", param="suffix")
-        if self.best_of is not None and self.best_of != self.n:
-            raise ApiError(400, "This server does not serve 'best_of' other than 'n'.", param="best_of")
+        self._check_best_of()
         if self.echo and self.wanted_logprobs is not None:
             raise ApiError(400, "This server does not serve 'echo' with 'logprobs'.", param="echo")
-        if self.n * len(self.prompt) > MAX_N:
-            raise ApiError(400, f"'n' times the number of prompts must be at most {MAX_N}.", param="n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "'max_tokens' 0 needs 'echo': true.", param="max_tokens")
+        if self.n_samples * len(self.prompt) > MAX_N:
+            text = f"'n' (or 'best_of') times the number of prompts must be at most {MAX_N}."
+            raise ApiError(400, text, param="n" if self.best_of is None else "best_of")
         return self
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == self.n:
+            return
+        if self.best_of < self.n:
+            raise ApiError(400, "'best_of' must be at least 'n'.", param="best_of")
+        if self.stream or self.wanted_logprobs is not None:
+            raise ApiError(400, "'best_of' over 'n' can't be had as a stream or with 'logprobs'.", param="best_of")
+
+    @property
+    def n_samples(self) -> int:
+        """How many answers each prompt gets, of which ``n`` are given."""
+        return self.best_of or self.n
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -270,6 +297,11 @@ class CompletionRequest(_Request):
         if isinstance(self.logprobs, bool):
             return self.top_logprobs if self.logprobs else None
         return self.logprobs
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """As ``wanted_logprobs``, but for those too that choose the best answers."""
+        return 0 if self.n_samples > self.n else self.wanted_logprobs
 
 
 R = TypeVar("R", bound=_Request)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_serve.api.fields import Model, Str, refuse
+from mlx_serve.api.fields import Model, Str, fault
 from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function
 
@@ -45,9 +45,12 @@ def _tool_choice(value: Any) -> ToolChoice:
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
             return ToolChoice("required", (name,))
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools}}:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
+        }:
             return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
-    refuse(
+    raise fault(
         "Must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}."
     )
@@ -57,7 +60,7 @@ def _allowed_name(tool: Any) -> str:
     match tool:
         case {"type": "function", "function": {"name": str(name)}}:
             return name
-    refuse("Its tools must be like {'type': 'function', 'function': {'name': ...}}.")
+    raise fault("Its tools must be like {'type': 'function', 'function': {'name': ...}}.")
 
 
 Choice = Annotated[ToolChoice, BeforeValidator(_tool_choice)]

@@ -23,7 +23,7 @@ Mask: TypeAlias = NDArray[np.bool_]
 # What one job's grammar may cost the others: llguidance's limits, lowered so that a hostile grammar fails before it
 # takes much memory (with 50,000 states one took 7 GB) or much of a step, and a budget of time for what gets past them.
 # Ordinary schemas need 0.01 to 1 ms a token.
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "initial_lexer_fuel": 300_000,
     "step_lexer_fuel": 100_000,

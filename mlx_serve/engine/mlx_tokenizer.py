@@ -43,10 +43,10 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 class MlxTokenizer:
-    """mlx-lm's tokenizer as the Tokenizer protocol of ``text``. Fast tokenizers are not thread-safe: encoding changes them.
+    """mlx-lm's tokenizer as the Tokenizer protocol of ``text``.
 
-    Decoding has a copy and a lock of its own: every token of every stream needs it, and must not wait for somebody's
-    long prompt to be encoded.
+    Fast tokenizers are not thread-safe, for encoding sets them up anew: hence the locks. Decoding has a copy and a lock
+    of its own: every token of every stream needs it, and must not wait for somebody's long prompt to be encoded.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -71,7 +71,8 @@ class MlxTokenizer:
         self.initial_region: str | None = wrapper.response_initial_state
         added = {int(token): str(entry.content) for token, entry in wrapper.added_tokens_decoder.items()}
         self.special_ids = _special_ids(wrapper)
-        self.controls: Mapping[int, str] = added | {token: str(wrapper.convert_ids_to_tokens(token)) for token in self.special_ids}
+        named = {token: str(wrapper.convert_ids_to_tokens(token)) for token in self.special_ids}
+        self.controls: Mapping[int, str] = added | named
         self.hidden_ids = self._hidden_ids()
         self._added_ids = frozenset(wrapper.added_tokens_decoder)
         self._byte_level = _is_byte_level(wrapper)

@@ -6,6 +6,7 @@ A seeded job has a sampler of its own, with its own random key: its draws do not
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -13,10 +14,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import (
     LogitsProcessor,
     Sampler,
-    apply_min_p,
     apply_top_k,
     apply_top_p,
-    apply_xtc,
     greedy_sampler,
     make_logits_processors,
 )
@@ -26,13 +25,15 @@ from mlx_serve.engine.constraints import Constraint
 
 # Below this, logits divided by the temperature overflow float32; the result is the likeliest token anyway.
 _GREEDY_BELOW = 1e-4
+# Below this, the nucleus is the likeliest token; where it is 0 in float32, mlx-lm's filter reads past the vocabulary.
+_GREEDY_TOP_P = 1e-7
 # Two probabilities cannot both be above a half, so XTC never drops a token beyond this threshold.
 _XTC_MAX_THRESHOLD = 0.5
 
 
 def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int, ...]) -> Sampler:
     """A function from log-probabilities, shape (batch, vocab), to token ids, shape (batch,)."""
-    if sampling.temperature < _GREEDY_BELOW or sampling.top_p <= 0:
+    if sampling.temperature < _GREEDY_BELOW or sampling.top_p < _GREEDY_TOP_P:
         return greedy_sampler
     top_k = sampling.top_k if sampling.top_k < vocab_size else 0
     xtc = sampling.xtc_probability if sampling.xtc_threshold <= _XTC_MAX_THRESHOLD else 0.0
@@ -117,7 +118,8 @@ class ModelRows:
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
         self._rows[self._output(context).shape[0]] = logits
-        return logits
+        # An array of its own: mlx-lm's repetition penalty writes into the one that it gets.
+        return logits[:]
 
     def take(self, position: int) -> mx.array:
         """Those of a token of the output, shape (vocab,)."""
@@ -141,7 +143,7 @@ class _Masked:
         output = self._output(context)
         if self._constraint.follows_tokens:
             self._follow(output)
-            mx.async_eval(logits)
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]
         allowed = self._constraint.allowed(output.shape[0], logits.shape[-1])
         if allowed is None:
             return logits
@@ -150,7 +152,7 @@ class _Masked:
     def _follow(self, output: mx.array) -> None:
         n_output, taken = output.shape[0], self._constraint.taken
         if n_output == len(taken) + 1:
-            self._constraint.take(int(output[-1].item()))
+            self._constraint.take(int(output[-1].item()))  # type: ignore[arg-type]
         elif n_output or taken:
             self._replay(output.tolist())  # type: ignore[arg-type]
 
@@ -187,9 +189,11 @@ class _Draw:
         coin_key, draw_key = self._keys()
         # The order is mlx_lm.sample_utils.make_sampler's.
         if self._top_p < 1:
-            logprobs = apply_top_p(logprobs, self._top_p)
+            # As an array: mlx-lm's filters are compiled, and a plain number would be compiled anew for each value.
+            logprobs = apply_top_p(logprobs, mx.array(self._top_p))
         if self._min_p > 0:
-            logprobs = apply_min_p(logprobs, self._min_p)
+            floor = mx.max(logprobs, axis=-1, keepdims=True) + math.log(self._min_p)
+            logprobs = mx.where(logprobs < floor, -mx.inf, logprobs)
         if self._xtc_probability > 0:
             logprobs = self._apply_xtc(logprobs, coin_key)
         if self._top_k > 0:
@@ -200,10 +204,18 @@ class _Draw:
         return None, None
 
     def _apply_xtc(self, logprobs: mx.array, key: Any) -> mx.array:
-        # mlx-lm tosses its coin from the global random state and once for the whole batch; ours is one for each row.
-        always = apply_xtc(logprobs, 1.0, self._xtc_threshold, self._kept_by_xtc)
+        """Drop all tokens over the threshold but the least likely of them (exclude top choices).
+
+        mlx-lm's is compiled for each threshold, and tosses one coin for the whole batch from the global random state;
+        here it is one for each row.
+        """
+        probs = mx.softmax(logprobs, axis=-1)
+        least = mx.where(probs > self._xtc_threshold, probs, mx.inf).min(axis=-1, keepdims=True)
+        dropped = probs > least
+        if self._kept_by_xtc:
+            dropped[..., self._kept_by_xtc] = False
         coin = mx.random.uniform(shape=(logprobs.shape[0], 1), key=key)
-        return mx.where(coin < self._xtc_probability, always, logprobs)
+        return mx.where((coin < self._xtc_probability) & dropped, -mx.inf, logprobs)
 
 
 class _Seeded(_Draw):

@@ -253,7 +253,7 @@ def _all_parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 def _where(schema: dict[str, Any], fault: str) -> str:
     """The JSON pointer of the smallest part that has the same fault when it is compiled alone."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     deadline = time.monotonic() + _SEARCH_S
     pointer, part = "#", schema
     while (found := _faulty_part(part, shared, fault, deadline)) is not None:

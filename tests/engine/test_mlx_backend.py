@@ -1,15 +1,27 @@
 """The MLX backends on tiny random models: what they generate is what mlx-lm generates."""
 
+import json
+import random
+import re
+from dataclasses import replace
 from queue import SimpleQueue
 
+import jsonschema
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_gemma, tiny_llama
+from mlx_lm.utils import load_tokenizer
+from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_gemma, tiny_llama, write_model
 
-from mlx_serve.core import ApiError, Job, Prompt, Sampling
+from benchmarks.structured import random_schema
+from mlx_serve.core import ApiError, Failed, Gate, Job, Prompt, Sampling
+from mlx_serve.engine import constraints
+from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, SingleBackend, SingleOptions
+from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
+from mlx_serve.engine.sampling import make_processors
+from mlx_serve.text.grammar import Rule, compile_rule
 
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]
 
@@ -19,12 +31,12 @@ def model():
     return tiny_llama()
 
 
-def batch_of(model, **kwargs):
-    return BatchBackend(loaded(model, **kwargs), BatchOptions())
+def batch_of(model, vocabulary=None, **kwargs):
+    return BatchBackend(replace(loaded(model, **kwargs), vocabulary=vocabulary), BatchOptions())
 
 
-def single_of(model, options=None, **kwargs):
-    return SingleBackend(loaded(model, **kwargs), options or SingleOptions())
+def single_of(model, options=None, vocabulary=None, **kwargs):
+    return SingleBackend(replace(loaded(model, **kwargs), vocabulary=vocabulary), options or SingleOptions())
 
 
 def job(prompt, max_tokens=12, **sampling):
@@ -249,3 +261,230 @@ def test_a_single_job_cancelled_in_its_prefill_ends_there(model):
     backend.remove([a])
     backend.insert(b)
     assert tokens(run(backend, [b])[0]) == offline(model, [1, 2])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return MlxTokenizer(load_tokenizer(write_model(tmp_path_factory.mktemp("tiny")), {}, eos_token_ids=[EOS]))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    pytest.importorskip("llguidance")
+    return Vocabulary(tokenizer, VOCAB_SIZE)
+
+
+def grammar(kind, value):
+    return compile_rule(Rule(kind, value, "p"))
+
+
+def text_of(tokenizer, events):
+    return tokenizer.decode([event.token for event in events if event.finish != "stop"])
+
+
+RECURSIVE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
+            "required": ["value", "next"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_constrained_answers_match_their_schemas(model, vocabulary, tokenizer, seed):
+    rng = random.Random(seed)
+    schemas = [*(random_schema(rng) for _ in range(8)), RECURSIVE]
+    backend = batch_of(model, vocabulary)
+    jobs = [
+        job([1, 2, i], 200, temperature=1.0, seed=i, grammar=grammar("json_schema", schema))
+        for i, schema in enumerate(schemas)
+    ]
+    for a in jobs:
+        backend.insert(a)
+    finishes = set()
+    for events, schema, a in zip(run(backend, jobs), schemas, jobs, strict=True):
+        finishes.add(events[-1].finish)
+        if events[-1].finish == "stop":
+            jsonschema.validate(
+                json.loads(text_of(tokenizer, events)), schema, format_checker=jsonschema.FormatChecker()
+            )
+        else:
+            prefix = tokens(events)
+            assert vocabulary.matcher(a.sampling.grammar).validate_tokens(prefix) == len(prefix) == 200
+    assert "stop" in finishes
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", "[ab]{3,5}c", "[ab]{3,5}c"),
+        ("choice", ["yes", "no"], "yes|no"),
+        ("grammar", 'root ::= "x" digit{2}\ndigit ::= [0-9]', "x[0-9]{2}"),
+    ],
+)
+def test_other_constraints_hold_too(model, vocabulary, tokenizer, make, kind, value, pattern):
+    backend = make(model, vocabulary=vocabulary)
+    for seed in range(3):
+        a = job([5, 6], 50, temperature=1.0, seed=seed, grammar=grammar(kind, value), logit_bias=((EOS, 100.0),))
+        backend.insert(a)
+        (events,) = run(backend, [a])
+        assert events[-1].finish == "stop"
+        assert re.fullmatch(pattern, text_of(tokenizer, events))
+
+
+def test_constrained_jobs_change_nothing_for_the_others(model, vocabulary):
+    backend = batch_of(model, vocabulary)
+    text = grammar("regex", "[a-z]{40}")
+    free = [job(prompt, 20) for prompt in PROMPTS[:4]]
+    bound = [job(prompt, 30, temperature=1.0, seed=1, grammar=text) for prompt in PROMPTS[:4]]
+    for pair in zip(free, bound, strict=True):
+        for a in pair:
+            backend.insert(a)
+    results = run(backend, [*free, *bound])
+    for events, a in zip(results, free, strict=False):
+        assert tokens(events) == offline(model, list(a.prompt.tokens), 20)
+    alone = batch_of(model, vocabulary)
+    again = job(PROMPTS[2], 30, temperature=1.0, seed=1, grammar=text)
+    alone.insert(again)
+    assert tokens(run(alone, [again])[0]) == tokens(results[4 + 2])
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_a_grammar_waits_for_the_reasoning_to_end(model, vocabulary, tokenizer, make):
+    start, pad = tokenizer.encode("<|x|>", special=False)[0], tokenizer.encode("<|pad|>", special=False)[0]
+    backend = make(model, vocabulary=vocabulary)
+    gate = Gate(until=(pad,), detours=(start,))
+    bias = ((start, 50.0), (pad, 52.0), (EOS, 100.0))
+    a = job([1, 2], 200, temperature=1.0, seed=3, grammar=grammar("choice", ["yes"]), gate=gate, logit_bias=bias)
+    backend.insert(a)
+    (events,) = run(backend, [a])
+    out = tokens(events)
+    assert out[0] == start
+    assert pad in out
+    assert tokenizer.decode(out[out.index(pad) + 1 : -1]) == "yes"
+    assert events[-1].finish == "stop"
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_a_grammar_that_fails_while_it_generates_fails_its_job_alone(model, vocabulary, make, monkeypatch):
+    monkeypatch.setattr(constraints, "_BUDGET_S", -0.001)
+    monkeypatch.setattr(constraints, "_BUDGET_PER_TOKEN_S", 0.0)
+    backend = make(model, vocabulary=vocabulary)
+    a, b = job([1, 2], 5, grammar=grammar("regex", "a{9}")), job([1, 2, 3], 5)
+    backend.insert(a)
+    if make is batch_of:
+        backend.insert(b)
+    seen = {a: [], b: []}
+    while not seen[a]:
+        for who, event in backend.step():
+            seen[who].append(event)
+    (failed,) = seen[a]
+    assert isinstance(failed, Failed)
+    assert (failed.error.status, failed.index) == (400, 0)
+    if make is single_of:
+        backend.insert(b)
+    assert tokens(seen[b] + run(backend, [b])[0]) == offline(model, [1, 2, 3], 5)
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_a_grammar_that_cannot_be_compiled_or_served_is_refused(model, vocabulary, make):
+    bad = json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})
+    for backend in (make(model), make(model, vocabulary=vocabulary)):
+        with pytest.raises(ApiError) as caught:
+            backend.insert(job([1], grammar=bad))
+        assert caught.value.status == 400
+
+
+def test_a_draft_model_keeps_to_the_grammar(model, vocabulary, tokenizer):
+    text = grammar("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6})
+    plain = single_of(model, vocabulary=vocabulary)
+    want = job([1, 2, 3], 60, grammar=text)
+    plain.insert(want)
+    (expected,) = run(plain, [want])
+    for seed in (0, 3):
+        backend = single_of(model, vocabulary=vocabulary, draft_model=tiny_llama(seed=seed))
+        a = job([1, 2, 3], 60, grammar=text, top_logprobs=1)
+        backend.insert(a)
+        (events,) = run(backend, [a])
+        assert tokens(events) == tokens(expected)
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_the_end_comes_when_it_may(model, make):
+    backend = make(model)
+    for sampling, n_output in (({"min_tokens": 5}, 6), ({"ignore_eos": True}, 9)):
+        a = job([1, 2], 9, logit_bias=((EOS, 100.0),), **sampling)
+        backend.insert(a)
+        (events,) = run(backend, [a])
+        assert len(events) == n_output
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize(
+    "sampling",
+    [{"logit_bias": ((7, 100.0),)}, {"repetition_penalty": 2.0}, {"min_tokens": 3}, {"presence_penalty": 2.0}],
+)
+def test_logprobs_are_the_model_s_own_whatever_changes_the_choice(model, make, sampling):
+    backend = make(model)
+    a = job([1, 2, 3], 4, top_logprobs=2, **sampling)
+    backend.insert(a)
+    (events,) = run(backend, [a])
+    logits = model(mx.array([[1, 2, 3, *tokens(events)[:-1]]]))[0, 2:]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    for row, event in zip(logprobs, events, strict=True):
+        assert event.logprob == pytest.approx(float(row[event.token]), abs=1e-3)
+        assert event.top_logprobs[0][1] == pytest.approx(float(mx.max(row)), abs=1e-3)
+
+
+def penalized(sampling, prompt, output):
+    """The logits of zeros after so many steps."""
+    processors = make_processors(Sampling(9, **sampling))
+    logits = mx.zeros((1, 8))
+    for n in range(len(output) + 1):
+        result = logits
+        for processor in processors:
+            result = processor(mx.array(prompt + output[:n]), result)
+    return result[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "want"),
+    [
+        ({"presence_penalty": 1.0}, [0, -1, -1, -1, 0, 0, 0, 0]),
+        ({"frequency_penalty": 0.5}, [0, -1.5, -0.5, -0.5, 0, 0, 0, 0]),
+        ({"presence_penalty": 1.0, "frequency_penalty": 0.5}, [0, -2.5, -1.5, -1.5, 0, 0, 0, 0]),
+        ({"presence_penalty": -1.0, "presence_context_size": 2}, [0, 1, 0, 1, 0, 0, 0, 0]),
+        ({"frequency_penalty": 1.0, "frequency_context_size": 3}, [0, -2, 0, -1, 0, 0, 0, 0]),
+    ],
+)
+def test_penalties_look_at_the_output_alone(sampling, want):
+    assert penalized(sampling, [5, 6, 5], [1, 2, 1, 1, 3]) == want
+    assert penalized(sampling, [5, 6, 5], []) == [0] * 8
+
+
+def test_xtc_drops_all_tokens_over_the_threshold_but_the_least_likely():
+    from mlx_serve.engine.sampling import make_sampler
+
+    probs = mx.array([[0.4, 0.3, 0.2, 0.1]])
+    always = Sampling(1, temperature=1.0, xtc_probability=1.0, xtc_threshold=0.15)
+    draw = make_sampler(always, vocab_size=4, kept_by_xtc=())
+    assert {int(draw(mx.log(probs))[0]) for _ in range(200)} == {2, 3}
+    keep = make_sampler(always, vocab_size=4, kept_by_xtc=(0,))
+    assert 0 in {int(keep(mx.log(probs))[0]) for _ in range(200)}
+
+
+@pytest.mark.parametrize("top_p", [1e-46, 1e-40, 1e-9])
+def test_a_nucleus_too_small_for_float32_is_the_likeliest_token(model, top_p):
+    backend = batch_of(model)
+    a = job([1, 2, 3], temperature=1.0, top_p=top_p)
+    backend.insert(a)
+    assert tokens(run(backend, [a])[0]) == offline(model, [1, 2, 3])

@@ -15,8 +15,22 @@ from mlx_serve.api.schema import (
     read_object,
 )
 from mlx_serve.core import ApiError
+from mlx_serve.text.grammar import Rule
 
 USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode, *names):
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
+def json_schema(**fields):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}} | fields}}
 
 
 def chat(**fields):
@@ -84,6 +98,9 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
     body = {"messages": [USER], "prompt": "hi", **fields}
     out = outcome(parse, kind, json.dumps(body).encode())
     assert isinstance(out, kind) or out.status == 400
+    if isinstance(out, kind):
+        rule = outcome(out.rule)
+        assert rule is None or isinstance(rule, Rule) or rule.status == 400
 
 
 @pytest.mark.parametrize(
@@ -98,6 +115,7 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", None),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
         ({"model": 5}, "model", "invalid_type"),
         ({"stream": "yes"}, "stream", "invalid_type"),
         ({"stream": 1}, "stream", "invalid_type"),
@@ -133,7 +151,31 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", None),
         ({"tools": [{"type": "custom"}]}, "tools[0].type", None),
         ({"tool_choice": "required"}, "tool_choice", None),
-        ({"response_format": {"type": "json_object"}}, "response_format", None),
+        ({"tool_choice": "sometimes", "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": named("g"), "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": named("f")}, "tool_choice", None),
+        ({"tool_choice": {"type": "custom"}, "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": allowed("auto", "g"), "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": allowed("never", "f"), "tools": [TOOL]}, "tool_choice", None),
+        ({"tool_choice": allowed("auto"), "tools": [TOOL]}, "tool_choice", None),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "invalid_type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", None),
+        ({"response_format": {"type": "json_schema"}}, "response_format", None),
+        (json_schema(name="a b"), "response_format.json_schema.name", None),
+        (json_schema(name=None), "response_format.json_schema.name", "missing_required_parameter"),
+        (json_schema(schema=None), "response_format.json_schema.schema", "missing_required_parameter"),
+        (json_schema(schema="x"), "response_format.json_schema.schema", "invalid_type"),
+        ({"guided_choice": []}, "guided_choice", None),
+        ({"guided_choice": [1]}, "guided_choice[0]", "invalid_type"),
+        ({"guided_regex": 5}, "guided_regex", "invalid_type"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", None),
+        ({"min_tokens": -1}, "min_tokens", None),
+        ({"ignore_eos": 1}, "ignore_eos", "invalid_type"),
+        ({"reasoning_effort": "wild"}, "reasoning_effort", None),
+        ({"modalities": ["text", "audio"]}, "modalities", None),
+        ({"audio": {"voice": "alloy"}}, "audio", None),
+        ({"functions": [{"name": "f"}]}, "functions", None),
+        ({"functions": [{"name": "f"}], "function_call": "auto"}, "functions", None),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", None),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", None),
     ],
@@ -159,7 +201,11 @@ def test_a_chat_field_that_is_wrong_is_named(fields, param, code):
         ({"logprobs": 6}, "logprobs"),
         ({"logprobs": "x"}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 3, "logprobs": 1}, "best_of"),
+        ({"best_of": 100, "prompt": ["a", "b"]}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"echo": True, "logprobs": 1}, "echo"),
     ],
 )
@@ -218,7 +264,7 @@ def test_what_a_request_leaves_out_comes_from_the_command_line():
     ("fields", "want"), [({}, None), ({"logprobs": True}, 0), ({"logprobs": True, "top_logprobs": 4}, 4)]
 )
 def test_logprobs_of_a_chat(fields, want):
-    assert chat(**fields).wanted_logprobs == want
+    assert chat(**fields).needed_logprobs == want
 
 
 @pytest.mark.parametrize(
@@ -226,10 +272,129 @@ def test_logprobs_of_a_chat(fields, want):
     [({}, None), ({"logprobs": 0}, 0), ({"logprobs": 3}, 3), ({"logprobs": True, "top_logprobs": 2}, 2)],
 )
 def test_logprobs_of_a_completion(fields, want):
-    assert completion(**fields).wanted_logprobs == want
+    assert completion(**fields).needed_logprobs == want
 
 
-def test_no_tools_are_offered_when_the_choice_is_none():
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    assert chat(tools=[tool]).offered_tools == [tool]
-    assert chat(tools=[tool], tool_choice="none").offered_tools == []
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "told", "must"),
+    [
+        (None, ["f", "g"], []),
+        ("auto", ["f", "g"], []),
+        ("none", [], []),
+        ("required", ["f", "g"], ["f", "g"]),
+        (named("g"), ["g"], ["g"]),
+        (allowed("auto", "g"), ["g"], []),
+        (allowed("required", "g", "f"), ["f", "g"], ["f", "g"]),
+    ],
+)
+def test_a_tool_choice_says_what_is_offered_and_what_must_be_called(choice, told, must):
+    body = chat(tools=[TOOL, OTHER], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in body.offered_tools] == told
+    assert [function.name for function in body.must_call] == must
+
+
+def test_a_tool_goes_to_the_model_as_it_came():
+    assert chat(tools=[TOOL]).offered_tools == [TOOL]
+    assert chat(tools=[OTHER, TOOL], tool_choice="required").must_call[1].param == "tools[1].function.parameters"
+
+
+def test_without_tools_a_choice_that_asks_for_none_is_harmless():
+    assert chat(tool_choice="auto").offered_tools == chat(tool_choice="none").offered_tools == []
+    assert chat(functions=[{"name": "f"}], function_call="none").functions
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(None, None), (True, None), (False, 1)])
+def test_without_parallel_calls_there_is_one_call_at_most(parallel, most):
+    assert chat(tools=[TOOL], parallel_tool_calls=parallel).max_calls == most
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", {"type": "object"}, "response_format")),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ("json_schema", SCHEMA, "response_format")),
+        (json_schema(schema=SCHEMA, strict=False), ("json_schema", SCHEMA, "response_format")),
+        ({"guided_json": SCHEMA}, ("json_schema", SCHEMA, "guided_json")),
+        ({"guided_json": json.dumps(SCHEMA)}, ("json_schema", SCHEMA, "guided_json")),
+        ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
+        ({"guided_choice": ["a", "b"]}, ("choice", ["a", "b"], "guided_choice")),
+        ({"guided_grammar": "root ::= x"}, ("grammar", "root ::= x", "guided_grammar")),
+        ({"structured_outputs": {"json": SCHEMA}}, ("json_schema", SCHEMA, "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a"}}, ("regex", "a", "structured_outputs.regex")),
+        ({"structured_outputs": {"choice": ["a"]}}, ("choice", ["a"], "structured_outputs.choice")),
+        ({"structured_outputs": {"grammar": "g"}}, ("grammar", "g", "structured_outputs.grammar")),
+        (
+            {"structured_outputs": {"json_object": True}},
+            ("json_schema", {"type": "object"}, "structured_outputs.json_object"),
+        ),
+        ({"grammar": "root ::= x"}, ("grammar", "root ::= x", "grammar")),
+        ({"json_schema": SCHEMA}, ("json_schema", SCHEMA, "json_schema")),
+        ({"regex": "a"}, ("regex", "a", "regex")),
+    ],
+)
+def test_every_way_to_say_what_the_text_must_be(make, fields, rule):
+    assert make(**fields).rule() == (rule and Rule(*rule))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"response_format": {"type": "json_object"}, "grammar": "x"}, "grammar"),
+        ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex"),
+        ({"guided_json": "{"}, "guided_json"),
+    ],
+)
+def test_only_one_thing_can_be_demanded_of_a_text(fields, param):
+    assert refusal(chat(**fields).rule).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_the_reasoning_effort_goes_to_the_chat_template(fields, options):
+    assert chat(**fields).template_options == options
+
+
+def test_fields_of_openai_s_own_service_change_nothing():
+    ignored = {
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "safety_identifier": "x",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "verbosity": "low",
+        "modalities": ["text"],
+        "prediction": {"type": "content", "content": "x"},
+        "web_search_options": {},
+        "moderation": {},
+        "parallel_tool_calls": True,
+        "function_call": "none",
+    }
+    assert chat(**ignored).sampling(Defaults(), None, 5) == chat().sampling(Defaults(), None, 5)
+
+
+def test_penalties_without_a_context_size_look_at_the_whole_output():
+    sampling = chat(presence_penalty=1, frequency_penalty=1, frequency_context_size=7).sampling(Defaults(), None, 5)
+    assert (sampling.presence_context_size, sampling.frequency_context_size) == (None, 7)
+
+
+@pytest.mark.parametrize("seed", [0, -1, -(2**70), 10**300])
+def test_a_seed_is_any_integer(seed):
+    assert chat(seed=seed).seed == seed

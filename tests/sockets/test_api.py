@@ -595,3 +595,91 @@ def test_clients_that_leave_at_random_points_deadlock_nobody():
             thread.join(DEADLINE_S)
         until(lambda: server.scheduler.health().waiting == server.scheduler.health().running == 0, "nothing left")
         assert server.complete("x", max_tokens=3)[2]["choices"][0]["text"] == "aaa"
+
+
+# What one request must not cost the others
+
+
+def test_a_body_of_a_million_faulty_items_is_refused_at_its_first(server):
+    body = b'{"messages":[' + b",".join([b"1"] * 1_000_000) + b"]}"
+    reply = server.request("POST", "/v1/chat/completions", body)
+    assert_error(reply, 400, param="messages[0]")
+
+
+@pytest.mark.parametrize("field", ["messages", "tools"])
+def test_lists_are_bounded(server, field):
+    message = {"role": "user", "content": "x"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    item = message if field == "messages" else tool
+    body = {"messages": [message], field: [item] * 20_000}
+    assert_error(server.request("POST", "/v1/chat/completions", body), 400, param=field)
+
+
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+def test_context_sizes_are_bounded(server, name):
+    assert_error(server.chat(**{f"{name}_context_size": 2**31}), 400, param=f"{name}_context_size")
+
+
+def test_what_nests_deeply_is_the_request_s_fault(server):
+    deep = "[" * 900 + "]" * 900
+    for fields in (
+        f'"tools": [{{"type": "function", "function": {{"name": "f", "parameters": {{"x": {deep}}}}}}}]',
+        f'"chat_template_kwargs": {{"x": {deep}}}',
+    ):
+        body = f'{{"messages": [{{"role": "user", "content": "x"}}], "max_tokens": 1, {fields}}}'
+        assert server.request("POST", "/v1/chat/completions", body)[0] in (200, 400)
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    turns += [{"role": "tool", "tool_call_id": "a", "content": "y"}]
+    body = {"messages": turns, "max_tokens": 1}
+    assert server.request("POST", "/v1/chat/completions", body)[0] in (200, 400)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
+    from mlx_serve.engine.fake_backend import FakeTokenizer
+
+    def encode(self, text, *, special):
+        raise AssertionError("tokenized")
+
+    with serving() as server:
+        monkeypatch.setattr(FakeTokenizer, "encode", encode)
+        assert_error(server.complete("x" * 100_000), 400, code="context_length_exceeded", param="prompt")
+        assert_error(server.chat("x" * 100_000), 400, code="context_length_exceeded", param="messages")
+
+
+# Completions, the older fields
+
+
+def test_the_best_of_several_are_those_of_the_highest_mean_log_probability():
+    from mlx_serve.api.render import Choice, best
+    from mlx_serve.core import TokenLogprob
+
+    def choice(index, *logprobs):
+        return Choice(index, content=[str(index)], logprobs=[TokenLogprob("x", b"x", p) for p in logprobs])
+
+    choices = [choice(0, -3, -3), choice(1, -1, -2), choice(2, -2), choice(3), choice(4, -9), choice(5, -1)]
+    kept = best(choices, 3, 2)
+    assert [(c.index, c.content, c.logprobs) for c in kept] == [
+        (0, ["1"], []),
+        (1, ["2"], []),
+        (2, ["5"], []),
+        (3, ["4"], []),
+    ]
+
+
+def test_best_of_gives_n_and_counts_all(server):
+    body = server.complete("ab", best_of=3, n=1)[2]
+    assert [(c["index"], c["text"], c["logprobs"]) for c in body["choices"]] == [(0, "ab", None)]
+    assert body["usage"]["completion_tokens"] == 9
+    assert body["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_no_tokens_is_the_prompt(server, stream):
+    reply = server.complete(["ab", "c"], echo=True, max_tokens=0, stream=stream)[2]
+    if stream:
+        choices = [choice for chunk in events(reply) for choice in chunk["choices"]]
+        assert [(c["index"], c["text"]) for c in choices if c["text"]] == [(0, "ab"), (1, "c")]
+    else:
+        assert [(c["text"], c["finish_reason"]) for c in reply["choices"]] == [("ab", "length"), ("c", "length")]
+        assert reply["usage"]["completion_tokens"] == 0

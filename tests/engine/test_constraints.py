@@ -1,0 +1,245 @@
+"""Constraints on what is generated: masks, where a grammar takes hold, and what a failing one costs."""
+
+import json
+import random
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from mlx_serve.core import ApiError, Gate, Sampling
+from mlx_serve.engine import constraints
+from mlx_serve.engine.constraints import Constraint, Vocabulary
+from mlx_serve.text.grammar import Rule, compile_rule
+
+pytest.importorskip("llguidance")
+
+END, PAD, THINK, UNTHINK, CALL = 256, 257, 258, 259, 260
+N_TOKENS = 261
+WIDTH = 272  # the model's output is padded
+ENDS = {END, PAD}
+
+
+class Bytes:
+    """A token for each byte, and control tokens."""
+
+    n_tokens = N_TOKENS
+    eos_ids = frozenset(ENDS)
+    special_ids = frozenset([END, PAD])
+
+    def encode(self, text, *, special):
+        return list(text.encode())
+
+    def token_bytes(self, token):
+        return (
+            bytes([token])
+            if token < 256
+            else {THINK: b"<think>", UNTHINK: b"</think>", CALL: b"<call>"}.get(token, b"")
+        )
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    return Vocabulary(Bytes(), WIDTH)
+
+
+def grammar(kind, value):
+    return compile_rule(Rule(kind, value, "p"))
+
+
+AB = grammar("regex", "ab*")
+
+
+def constraint(vocabulary, text=AB, **sampling):
+    matcher = vocabulary.matcher(text) if text is not None else None
+    return Constraint(Sampling(99, **sampling), ENDS, matcher)
+
+
+def allowed(a_constraint, width=WIDTH):
+    mask = a_constraint.allowed(len(a_constraint.taken), width)
+    return None if mask is None else set(np.flatnonzero(mask).tolist())
+
+
+def take(a_constraint, text):
+    for token in text.encode() if isinstance(text, str) else text:
+        a_constraint.take(token)
+
+
+def test_only_what_continues_the_grammar_is_allowed(vocabulary):
+    c = constraint(vocabulary)
+    assert allowed(c) == {ord("a")}
+    take(c, "a")
+    assert allowed(c) == {ord("b")} | ENDS
+    take(c, "bb")
+    assert allowed(c) == {ord("b")} | ENDS
+    take(c, [END])
+    # mlx-lm works a token ahead: it asks once more.
+    assert allowed(c) == ENDS
+    assert not c.fault
+
+
+@pytest.mark.parametrize("width", [100, 256, 258, 300])
+def test_a_mask_has_the_width_of_the_model_s_output(vocabulary, width):
+    c = constraint(vocabulary)
+    take(c, "a")
+    assert allowed(c, width) == {token for token in {ord("b")} | ENDS if token < width}
+
+
+def test_a_text_that_can_only_end_ends(vocabulary):
+    c = constraint(vocabulary, grammar("choice", ["yes"]), min_tokens=50, ignore_eos=True)
+    take(c, "yes")
+    assert allowed(c) == ENDS
+
+
+def test_the_end_waits_for_min_tokens(vocabulary):
+    c = constraint(vocabulary, min_tokens=3)
+    take(c, "ab")
+    assert allowed(c) == {ord("b")}
+    take(c, "b")
+    assert allowed(c) == {ord("b")} | ENDS
+
+
+def test_without_a_grammar_only_the_end_is_held_back():
+    c = constraint(None, None, min_tokens=2)
+    assert not c.follows_tokens
+    everything = set(range(WIDTH))
+    assert [c.allowed(n, WIDTH) is None for n in range(4)] == [False, False, True, True]
+    assert set(np.flatnonzero(c.allowed(1, WIDTH)).tolist()) == everything - ENDS
+    endless = constraint(None, None, ignore_eos=True)
+    assert set(np.flatnonzero(endless.allowed(10**6, WIDTH)).tolist()) == everything - ENDS
+
+
+BEHIND = Gate(waiting=True, until=(UNTHINK,))
+
+
+def test_the_grammar_waits_for_the_end_of_the_reasoning(vocabulary):
+    c = constraint(vocabulary, gate=BEHIND)
+    everything = set(range(WIDTH))
+    assert allowed(c) == everything - ENDS
+    take(c, "zab")
+    assert allowed(c) == everything - ENDS
+    take(c, [UNTHINK])
+    assert allowed(c) == {ord("a")}
+    take(c, "a")
+    assert allowed(c) == {ord("b")} | ENDS
+
+
+def test_a_model_may_open_its_reasoning_itself_and_only_at_the_start(vocabulary):
+    gate = Gate(until=(UNTHINK,), detours=(THINK,))
+    c = constraint(vocabulary, gate=gate)
+    assert allowed(c) == {ord("a"), THINK}
+    take(c, [THINK, 1, 2, UNTHINK])
+    assert allowed(c) == {ord("a")}
+    other = constraint(vocabulary, gate=gate)
+    take(other, "a")
+    assert allowed(other) == {ord("b")} | ENDS
+
+
+def test_a_marker_of_several_tokens_is_finished_once_it_is_almost_there(vocabulary):
+    c = constraint(vocabulary, gate=Gate(waiting=True, until=(THINK, 102, UNTHINK)))
+    take(c, [THINK])
+    assert len(allowed(c)) > 200
+    take(c, [102])
+    assert allowed(c) == {UNTHINK}
+    take(c, [UNTHINK])
+    assert allowed(c) == {ord("a")}
+
+
+@pytest.mark.parametrize("before", [[], [THINK, 5, UNTHINK], [THINK, 5]])
+def test_a_call_leaves_the_grammar(vocabulary, before):
+    c = constraint(vocabulary, gate=Gate(until=(UNTHINK,), detours=(THINK,), exits=(CALL,)))
+    take(c, before)
+    assert CALL in allowed(c)
+    take(c, [CALL])
+    assert allowed(c) is None
+    take(c, [1, 2, UNTHINK])
+    assert allowed(c) is None
+    assert not c.fault
+
+
+def test_a_restart_goes_back_to_the_beginning(vocabulary):
+    c = constraint(vocabulary, gate=BEHIND)
+    take(c, [UNTHINK, ord("a"), END])
+    c.restart()
+    take(c, [UNTHINK])
+    assert allowed(c) == {ord("a")}
+
+
+def test_a_token_that_the_grammar_does_not_know_is_a_fault(vocabulary):
+    c = constraint(vocabulary)
+    take(c, "a!")
+    assert c.fault
+    assert c.fault_at == 2
+    assert allowed(c) is None
+
+
+def test_a_grammar_that_takes_too_long_is_a_fault(vocabulary, monkeypatch):
+    monkeypatch.setattr(constraints, "_BUDGET_S", -1.0)
+    c = constraint(vocabulary)
+    assert allowed(c) is None
+    assert (c.fault, c.fault_at) == ("it takes too long", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "(.*a.{1000}){50}"),
+        ("grammar", 'start: s\ns: s s s | s s | "a" |'),
+        ("json_schema", {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83, 79, 73)]}),
+    ],
+)
+def test_a_hostile_grammar_fails_or_stays_small(vocabulary, kind, value):
+    c = constraint(vocabulary, grammar(kind, value))
+    rng = random.Random(1)
+    for _ in range(200):
+        tokens = allowed(c)
+        if tokens is None or tokens <= ENDS:
+            break
+        c.take(rng.choice(sorted(tokens - ENDS)))
+    assert c._spent_s < 3
+
+
+def test_a_grammar_that_does_not_compile_says_so_and_fails_its_job_alone(vocabulary):
+    bad = json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})
+    assert "nothing" in vocabulary.check(bad)
+    with pytest.raises(ApiError) as caught:
+        vocabulary.matcher(bad)
+    assert caught.value.status == 400
+    assert vocabulary.check(AB) == ""
+
+
+def test_compiled_grammars_are_kept_and_given_up_in_turn(vocabulary, monkeypatch):
+    monkeypatch.setattr(constraints, "_MAX_COMPILED", 2)
+    made = []
+    compile_one = vocabulary._compile
+    monkeypatch.setattr(vocabulary, "_compile", lambda text: made.append(text) or compile_one(text))
+    texts = [grammar("regex", letter) for letter in "xyz"]
+    for text in (texts[0], texts[1], texts[0], texts[2], texts[0], texts[1]):
+        vocabulary.check(text)
+    assert made == [texts[0], texts[1], texts[2], texts[1]]
+
+
+def test_jobs_of_one_grammar_do_not_share_their_place(vocabulary):
+    first, second = constraint(vocabulary), constraint(vocabulary)
+    take(first, "abb")
+    assert allowed(second) == {ord("a")}
+
+
+def test_threads_share_a_vocabulary():
+    vocabulary = Vocabulary(Bytes(), WIDTH)
+    results = SimpleQueue()
+
+    def work(n):
+        text = grammar("regex", f"a{{{n % 3 + 1}}}b")
+        for _ in range(20):
+            c = constraint(vocabulary, text)
+            take(c, "a" * (n % 3 + 1))
+            results.put(allowed(c) == {ord("b")})
+
+    threads = [Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results.get_nowait() for _ in range(results.qsize())] == [True] * 120

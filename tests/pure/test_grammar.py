@@ -1,0 +1,164 @@
+"""Grammars: what compiles, what is refused and where, and what that may cost."""
+
+import json
+import sys
+
+import pytest
+
+from mlx_serve.core import ApiError
+from mlx_serve.text.grammar import MAX_CHARS, Function, Rule, compile_forced_call, compile_rule
+
+pytest.importorskip("llguidance")
+
+
+def compiled(schema):
+    """The schema as llguidance gets it."""
+    grammar = json.loads(compile_rule(Rule("json_schema", schema, "p")))
+    return {key: value for key, value in grammar["grammars"][0]["json_schema"].items() if key != "x-guidance"}
+
+
+def refusal(kind, value) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        compile_rule(Rule(kind, value, "response_format"))
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_schema", {}),
+        ("json_schema", True),
+        ("json_schema", {"type": "object"}),
+        ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}),
+        ("json_schema", {"type": "string", "format": "password", "title": "t", "default": "x", "examples": [1]}),
+        ("json_schema", {"$schema": "https://json-schema.org/draft/2020-12/schema", "const": 1}),
+        ("json_schema", {"x-guidance": {"no such option": 1}}),
+        ("regex", r"[a-z]{1,5}(\.[a-z]+)?"),
+        ("choice", ["a", 'b"\n', "", "\x00\x7f", "ü😀"]),
+        ("grammar", 'root ::= "yes" | "no" ws\nws ::= [ \\t]*'),
+        ("grammar", 'start: "a" | B\nB: /b+/'),
+    ],
+)
+def test_what_compiles(kind, value):
+    assert compile_rule(Rule(kind, value, "p"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("json_schema", [1], "must be an object"),
+        ("json_schema", "text", "must be an object"),
+        ("json_schema", False, "#"),
+        ("json_schema", {"type": "strin"}, "at #)"),
+        ("json_schema", {"properties": {"a": {"items": {"type": "strin"}}}}, "at #/properties/a/items)"),
+        ("json_schema", {"anyOf": [{}, {"properties": {"a/b": {"not": {}}}}]}, "at #/anyOf/1/properties/a~1b)"),
+        (
+            "json_schema",
+            {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"uniqueItems": True}}},
+            "uniqueItems",
+        ),
+        ("json_schema", {"$ref": "#/$defs/none"}, "'/$defs/none' does not exist"),
+        ("json_schema", {"$ref": "https://example.com/schema"}, "example.com"),
+        ("json_schema", {"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5)"),
+        ("json_schema", {"pattern": "("}, "unclosed group"),
+        ("json_schema", {"required": 5, "properties": {}}, "required"),
+        ("json_schema", {"minimum": 10**400}, "out of range"),
+        ("json_schema", {"minimum": float("inf")}, "too large"),
+        ("regex", "a[", "unclosed character class"),
+        ("regex", "(?=a)b", "look-ahead"),
+        ("grammar", "start: foo", "foo"),
+        ("grammar", "root ::= [a", "end of input"),
+        ("grammar", "", "root"),
+        ("grammar", 'start: %json {"allOf": []}', "JSON schema"),
+    ],
+)
+def test_what_does_not_compile_says_where(kind, value, said):
+    assert said in refusal(kind, value).message
+
+
+def nested(n):
+    schema = {}
+    for _ in range(n):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_schema", nested(200)),
+        ("json_schema", nested(5000)),
+        ("json_schema", {"properties": {str(i): {} for i in range(10_000)}}),
+        ("json_schema", {"enum": ["x" * MAX_CHARS]}),
+        ("json_schema", {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(200)]}),
+        ("json_schema", {"allOf": [{"patternProperties": {f"a.{{{i}}}b": {}}} for i in range(200)]}),
+        ("regex", "a" * 3 * MAX_CHARS),
+        ("grammar", "root ::= " + "(" * 100_000),
+        ("grammar", "\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(3000)), 'r3000 ::= "a"'])),
+    ],
+)
+def test_what_would_cost_much_is_refused(kind, value):
+    # Without these bounds some of them would not end.
+    refusal(kind, value)
+
+
+def test_objects_that_name_their_properties_get_no_others():
+    inner = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
+    schema = compiled({"properties": {"a": inner}})
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["a"] == {**inner, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+        {"properties": {"a": {}}, "additionalProperties": True},
+        {"properties": {"a": {}}, "required": ["b"]},
+        {"allOf": [{"properties": {"a": {}}, "type": "object"}, {"properties": {"b": {}}, "type": "object"}]},
+        {"$ref": "#/$defs/A", "properties": {"b": {}}, "$defs": {"A": {"properties": {"a": {}}}}},
+        {"anyOf": [{"properties": {"a": {}}}], "required": ["c"]},
+    ],
+)
+def test_objects_that_must_stay_open_do(schema):
+    assert compiled(schema) == schema
+
+
+def test_a_schema_is_not_changed_where_it_is_no_schema():
+    schema = {"const": {"format": "password", "properties": {}}}
+    assert compiled(schema) == schema
+    named = compiled({"properties": {"format": {"type": "string"}, "x-guidance": {"type": "string"}}})
+    assert set(named["properties"]) == {"format", "x-guidance"}
+
+
+def test_the_parameters_of_a_forced_call_that_cannot_be_compiled_are_named():
+    functions = [Function("f", None, "tools[0]"), Function("g", {"properties": {"a": {"type": "x"}}}, "tools[1]")]
+    with pytest.raises(ApiError) as caught:
+        compile_forced_call(functions)
+    assert (caught.value.status, caught.value.param) == (400, "tools[1]")
+    assert "#/properties/a" in caught.value.message
+
+
+def test_each_function_s_references_have_their_own_root():
+    def function(value):
+        parameters = {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"const": value}}}
+        return Function(f"f{value}", parameters, "p")
+
+    grammars = json.loads(compile_forced_call([function(1), function(2)]))["grammars"]
+    assert [grammar["json_schema"]["$defs"]["A"] for grammar in grammars[1:]] == [{"const": 1}, {"const": 2}]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: compile_rule(Rule("regex", "a", "guided_regex")),
+        lambda: compile_forced_call([Function("f", None, "tools[0]")]),
+    ],
+)
+def test_without_the_extra_the_error_says_what_to_install(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ApiError, match=r"pip install 'mlx-serve\[structured\]'") as caught:
+        call()
+    assert caught.value.status == 400

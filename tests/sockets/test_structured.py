@@ -1,0 +1,239 @@
+"""Structured output through the whole server: a tiny random model at temperature 1, whose text yet conforms."""
+
+import json
+import sys
+import threading
+
+import jsonschema
+import pytest
+from apikit import DEADLINE_S, ENTRY, Running, events, serving
+
+from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.engine.catalog import Catalog, read_entry
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.worker import Worker
+from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server import Server
+
+pytest.importorskip("llguidance")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 8},
+        "size": {"enum": ["small", "large"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "size", "n"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"$ref": "#/$defs/days"}},
+            "required": ["city", "days"],
+            "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 5}},
+        },
+    },
+}
+TIME = {"type": "function", "function": {"name": "get_time"}}
+PARAMETERS = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"maxProperties": 0, "type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server on a tiny random model, as the command line puts it together."""
+    from mlx_serve.engine.mlx_backend import BatchOptions, SingleOptions
+    from mlx_serve.engine.models import ModelStore
+    from tests.engine.tinymodel import write_model
+
+    entry = read_entry("tiny", write_model(tmp_path_factory.mktemp("tiny")))
+    catalog = Catalog(entry, ["tiny"])
+    models = ModelStore(
+        catalog,
+        tokenizer_config={},
+        batch=BatchOptions(),
+        single=SingleOptions(),
+        prompt_cache_size=4,
+        prompt_cache_bytes=None,
+    )
+    scheduler = Scheduler(models.open_backend, max_queue=128)
+    services = Services(scheduler, catalog, models, "fp_test", check_grammar=models.check_grammar)
+    worker = Worker(scheduler, "tiny", models.close)
+    http = Server(Api(services), ServerOptions(address=("127.0.0.1", 0)))
+    accepting = threading.Thread(target=http.serve_forever)
+    worker.start()
+    accepting.start()
+    yield Running(http, scheduler)
+    worker.stop()
+    http.close()
+    accepting.join(DEADLINE_S)
+
+
+def ok(answer):
+    status, _, body = answer
+    assert status == 200, body
+    return body
+
+
+def contents(body):
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
+    return [choice["message"]["content"] for choice in body["choices"]]
+
+
+def wanted(schema, **fields):
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
+
+
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_a_response_format_holds(server, strict):
+    body = ok(server.chat(temperature=1, seed=1, n=4, response_format=wanted(SCHEMA, strict=strict)))
+    texts = contents(body)
+    for text in texts:
+        value = json.loads(text)
+        jsonschema.validate(value, SCHEMA)
+        # Order and spaces are fixed: there is one way to write each value.
+        assert list(value) == ["name", "size", "n"]
+        assert json.dumps(value, ensure_ascii=False) == text or "\\u" in text or "\\/" in text
+    assert len(set(texts)) > 1
+
+
+def test_a_stream_holds_the_same_text(server):
+    fields = {"temperature": 1, "seed": 5, "response_format": wanted(SCHEMA)}
+    whole = contents(ok(server.chat(**fields)))[0]
+    chunks = events(server.chat(stream=True, **fields)[2])
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"guided_json": SCHEMA}, lambda text: json.loads(text)["size"] in ("small", "large")),
+        ({"guided_regex": "[ab]{3}"}, lambda text: set(text) <= {"a", "b"} and len(text) == 3),
+        ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
+        ({"guided_grammar": 'root ::= "x" | "yy"'}, lambda text: text in ("x", "yy")),
+        ({"structured_outputs": {"choice": ["ü", "😀"]}}, lambda text: text in ("ü", "😀")),
+        ({"grammar": "root ::= [0-9] [0-9]"}, lambda text: text.isdigit() and len(text) == 2),
+        ({"json_schema": {"const": {"a": [1, None]}}}, lambda text: text == '{"a": [1, null]}'),
+        ({"regex": "z{2}"}, lambda text: text == "zz"),
+    ],
+)
+def test_the_fields_of_other_servers_hold_on_both_routes(server, fields, fits):
+    assert all(map(fits, contents(ok(server.chat(temperature=1, n=2, max_tokens=400, **fields)))))
+    body = ok(server.complete("hi", temperature=1, n=2, **fields))
+    assert all(fits(choice["text"]) for choice in body["choices"])
+
+
+def test_any_json_object_is_an_object_or_the_beginning_of_one(server):
+    body = ok(server.chat(temperature=1, n=6, seed=3, max_tokens=80, response_format={"type": "json_object"}))
+    for choice in body["choices"]:
+        text = choice["message"]["content"]
+        assert text.startswith("{")
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(text), dict)
+
+
+def calls_of(body):
+    found = []
+    for choice in body["choices"]:
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        found += [call["function"] for call in choice["message"]["tool_calls"]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_weather"}}, {"get_weather"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+                },
+            },
+            {"get_weather"},
+        ),
+    ],
+)
+def test_a_call_that_is_asked_for_is_made(server, choice, names):
+    fields = {"tools": [WEATHER, TIME], "tool_choice": choice, "temperature": 1, "seed": 2}
+    found = calls_of(ok(server.chat(n=6, **fields)))
+    assert len(found) == 6
+    assert {call["name"] for call in found} <= names
+    for call in found:
+        jsonschema.validate(json.loads(call["arguments"]), PARAMETERS[call["name"]])
+    assert calls_of(ok(server.chat(response_format=wanted(SCHEMA), **fields)))
+
+
+def test_a_call_that_is_asked_for_streams(server):
+    text = server.chat(stream=True, tools=[WEATHER], tool_choice="required", temperature=1)[2]
+    deltas = [chunk["choices"][0]["delta"] for chunk in events(text)]
+    functions = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert [function["name"] for function in functions if "name" in function] == ["get_weather"]
+    arguments = json.loads("".join(function.get("arguments", "") for function in functions))
+    jsonschema.validate(arguments, PARAMETERS["get_weather"])
+
+
+def test_the_length_of_an_answer_can_be_fixed(server):
+    body = ok(server.chat(ignore_eos=True, max_tokens=20, logit_bias={"257": 100}))
+    assert (body["usage"]["completion_tokens"], body["choices"][0]["finish_reason"]) == (20, "length")
+    body = ok(server.chat(min_tokens=7, max_tokens=20, logit_bias={"257": 100}))
+    assert body["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"response_format": wanted({"properties": {"a": {"type": "x"}}})}, "response_format", "#/properties/a"),
+        ({"guided_regex": "("}, "guided_regex", "unclosed group"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar", "compiled"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "Only one"),
+        ({"tools": [TIME], "tool_choice": "required", "regex": "a"}, "regex", "exclude each other"),
+        (
+            {
+                "tools": [TIME, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tool_choice": "required",
+            },
+            "tools[1].function.parameters",
+            "not",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_before_anything_runs(server, fields, param, said):
+    status, _, body = server.chat(**fields)
+    assert (status, body["error"]["param"], body["error"]["type"]) == (400, param, "invalid_request_error")
+    assert said in body["error"]["message"]
+    assert ok(server.chat(max_tokens=1))
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with serving(check_grammar=lambda entry, grammar: "no such model" if entry != ENTRY else "bad") as running:
+        yield running
+
+
+def test_a_grammar_that_the_model_cannot_serve_is_refused(fake):
+    status, _, body = fake.chat(guided_choice=["a"])
+    assert (status, body["error"]["param"]) == (400, "guided_choice")
+    assert "bad" in body["error"]["message"]
+
+
+def test_without_the_extra_everything_else_works(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"guided_regex": "a"},
+        {"tools": [TIME], "tool_choice": "required"},
+    ):
+        status, _, body = fake.chat(**fields)
+        assert status == 400
+        assert "pip install 'mlx-serve[structured]'" in body["error"]["message"]
+    ok(fake.chat(tools=[TIME], response_format={"type": "text"}))
