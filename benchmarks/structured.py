@@ -3,7 +3,7 @@
     python -m benchmarks.structured [--model DIR] [--requests 200] [--clients 8] [--json FILE]
 
 Every request has a random schema of its own and temperature 1, so a small model left alone would hardly get one right.
-Each batch of constrained requests is followed by one of unconstrained requests with the same numbers of output tokens,
+Each round of constrained requests is followed by one of unconstrained requests with the same numbers of output tokens,
 so that a machine whose speed drifts still compares neighbours. Needs the extras ``structured`` and ``dev``.
 """
 
@@ -29,7 +29,7 @@ Schema = dict[str, Any]
 
 # The schemas bound their text to less than that, so that every answer ends by itself.
 MAX_TOKENS = 1024
-_MAX_DEPTH = 2
+_MAX_DEPTH = 1
 _NAMES = ("name", "age", "city", "tags", "price", "active", "notes", "kind", "when", "size")
 
 
@@ -164,12 +164,12 @@ def plain(server: Server, serial: int, n_tokens: int) -> Answer:
 
 
 def measure(server: Server, schemas: Sequence[Schema], n_clients: int) -> Result:
-    """Batches of four requests a client, of one kind and of the other in turn."""
+    """Rounds of six requests a client, of one kind and of the other in turn."""
     result = Result()
     with ThreadPoolExecutor(n_clients) as clients:
         constrained(server, 0, schemas[0])
-        for start in range(0, len(schemas), 4 * n_clients):
-            serials = range(start, min(start + 4 * n_clients, len(schemas)))
+        for start in range(0, len(schemas), 6 * n_clients):
+            serials = range(start, min(start + 6 * n_clients, len(schemas)))
             began_at = time.perf_counter()
             answers = list(clients.map(lambda i: constrained(server, i, schemas[i]), serials))
             half_at = time.perf_counter()

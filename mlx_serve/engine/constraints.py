@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from threading import Lock
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -43,7 +43,8 @@ class TokenTable(Protocol):
 
     n_tokens: int
     eos_ids: frozenset[int]
-    # Never text: no grammar is spelled with them.
+    # All control tokens by their id; and those that are never text, whether they have one or not.
+    controls: Mapping[int, str]
     special_ids: frozenset[int]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -119,7 +120,8 @@ class _Table:
     def __init__(self, tokens: TokenTable) -> None:
         self._encode = tokens.encode
         self.eos_token_id = min(tokens.eos_ids)
-        self.special_token_ids = sorted(tokens.special_ids | tokens.eos_ids)
+        # No grammar is spelled with them: "<think>" inside of a JSON string would not be text to whoever reads it.
+        self.special_token_ids = sorted({*tokens.controls, *tokens.special_ids, *tokens.eos_ids})
         self.tokens = [tokens.token_bytes(token) for token in range(tokens.n_tokens)]
 
     def __call__(self, text: str | bytes) -> list[int]:

@@ -39,6 +39,11 @@ _JSON_STYLE = {
 _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
 )
+# llguidance takes the 29th of February of any year, the year 0 and the second 60, which Python's datetime and thus
+# pydantic refuse. Some days that there are must go with them: there is no calendar in a regex.
+_DAY = "^([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(02-([01][0-9]|2[0-8])|0[13-9]|1)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_STRICTER = {"date": _DAY, "date-time": f"{_DAY}[0-9-]*T{_TIME}", "time": f"^{_TIME}"}
 
 # Where schemas lie inside a schema: by name, in a list, or alone.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -196,8 +201,8 @@ def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) ->
     if not isinstance(schema, dict):
         return schema
     out = {key: value for key, value in schema.items() if key != "x-guidance"}
-    if isinstance(out.get("format"), str) and out["format"] not in _FORMATS:
-        del out["format"]
+    if isinstance(out.get("format"), str):
+        _rewrite_format(out, out["format"])
     for key in out.keys() & _BY_NAME:
         if isinstance(out[key], dict):
             out[key] = {name: _rebuilt(part, finish) for name, part in out[key].items()}
@@ -207,6 +212,13 @@ def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) ->
     for key in out.keys() & _ALONE:
         out[key] = _rebuilt(out[key], finish)
     return finish(out)
+
+
+def _rewrite_format(schema: dict[str, Any], name: str) -> None:
+    if name not in _FORMATS:
+        del schema["format"]
+    elif name in _STRICTER:
+        schema.setdefault("pattern", _STRICTER[name])
 
 
 def _close(schema: dict[str, Any]) -> dict[str, Any]:

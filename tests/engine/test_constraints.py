@@ -4,6 +4,7 @@ import json
 import random
 from queue import SimpleQueue
 from threading import Thread
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -27,16 +28,13 @@ class Bytes:
     n_tokens = N_TOKENS
     eos_ids = frozenset(ENDS)
     special_ids = frozenset([END, PAD])
+    controls = MappingProxyType({THINK: "<think>", UNTHINK: "</think>", CALL: "<call>"})
 
     def encode(self, text, *, special):
         return list(text.encode())
 
     def token_bytes(self, token):
-        return (
-            bytes([token])
-            if token < 256
-            else {THINK: b"<think>", UNTHINK: b"</think>", CALL: b"<call>"}.get(token, b"")
-        )
+        return bytes([token]) if token < 256 else self.controls.get(token, "").encode()
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +222,14 @@ def test_jobs_of_one_grammar_do_not_share_their_place(vocabulary):
     first, second = constraint(vocabulary), constraint(vocabulary)
     take(first, "abb")
     assert allowed(second) == {ord("a")}
+
+
+def test_no_text_is_spelled_with_control_tokens(vocabulary):
+    c = constraint(vocabulary, grammar("regex", ".*"))
+    assert allowed(c).isdisjoint({THINK, UNTHINK, CALL})
+    assert ord("<") in allowed(c)
+    take(c, "<think>")
+    assert not c.fault
 
 
 def test_threads_share_a_vocabulary():

@@ -133,6 +133,33 @@ def test_a_schema_is_not_changed_where_it_is_no_schema():
     assert set(named["properties"]) == {"format", "x-guidance"}
 
 
+@pytest.mark.parametrize(
+    ("name", "taken", "left"),
+    [
+        ("date", ["2024-02-28", "0001-10-31", "1999-12-01"], ["2023-02-29", "2024-02-29", "0000-01-01", "2023-04-31"]),
+        (
+            "date-time",
+            ["2024-02-28T23:59:59Z", "2024-11-30T00:00:00.5+01:00"],
+            ["2024-02-28T23:59:60Z", "2023-02-29T00:00:00Z", "0000-01-01T00:00:00Z"],
+        ),
+        ("time", ["23:59:59Z"], ["23:59:60Z"]),
+    ],
+)
+def test_dates_and_times_are_ones_that_python_knows(name, taken, left):
+    from llguidance import LLMatcher, LLTokenizer
+
+    tokens = LLTokenizer("byte")
+    schema = {"type": "string", "format": name}
+    grammar = compile_rule(Rule("json_schema", schema, "p"))
+
+    def fits(text):
+        matcher = LLMatcher(tokens, grammar)
+        return matcher.consume_tokens(tokens.tokenize_str(json.dumps(text))) and matcher.is_accepting()
+
+    assert [fits(text) for text in taken] == [True] * len(taken)
+    assert [fits(text) for text in left] == [False] * len(left)
+
+
 def test_the_parameters_of_a_forced_call_that_cannot_be_compiled_are_named():
     functions = [Function("f", None, "tools[0]"), Function("g", {"properties": {"a": {"type": "x"}}}, "tools[1]")]
     with pytest.raises(ApiError) as caught:

@@ -3,8 +3,6 @@
 Formats that mlx-lm parses are in ``tests/engine``; these are the ones that need nothing of it.
 """
 
-from functools import partial
-
 import pytest
 
 from mlx_serve.api.generation import OutputOptions
@@ -146,19 +144,22 @@ def test_stop_strings_match_in_content_only():
         assert replay.both(stop="stop").content == "stop"
 
 
-def test_no_more_calls_than_were_wanted(monkeypatch):
-    monkeypatch.setattr("mlx_serve.api.endpoints.OutputOptions", partial(OutputOptions, max_calls=1))
+def test_no_more_calls_than_were_wanted():
     for make, written, reasoning in ((qwen3, QWEN3, "\nLet me see.\n"), (mistral, CASES["mistral"][1], "")):
         with replaying(make()) as replay:
             # A call too many ends the answer, whatever would have followed.
             replay.write_bytes(written + "x" * 3000)
-            got = replay.both()
+            got = replay.both(parallel_tool_calls=False)
             assert (got.reasoning, got.calls, got.finish) == (reasoning, [WEATHER], "tool_calls")
             until(lambda: replay.server.scheduler.health().running == 0, "a free place")
 
 
 def test_a_forced_call(monkeypatch):
-    monkeypatch.setattr("mlx_serve.api.endpoints.OutputOptions", partial(OutputOptions, forced_call=True))
+    # As tool_choice "required" has it, but without the grammar: the fake backend writes what it was told to.
+    def forced(*args, **kwargs):
+        return OutputOptions(*args, **kwargs | {"forced_call": True})
+
+    monkeypatch.setattr("mlx_serve.api.endpoints.OutputOptions", forced)
     written = f'<think>hm</think>{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
     check_every_way(qwen3(), written, Message(None, "hm", [WEATHER], "tool_calls"))
     with replaying(qwen3()) as replay:

@@ -9,6 +9,7 @@ import pytest
 from apikit import DEADLINE_S, ENTRY, Running, events, serving
 
 from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.worker import Worker
@@ -212,6 +213,17 @@ def test_what_cannot_be_compiled_is_refused_before_anything_runs(server, fields,
     assert (status, body["error"]["param"], body["error"]["type"]) == (400, param, "invalid_request_error")
     assert said in body["error"]["message"]
     assert ok(server.chat(max_tokens=1))
+
+
+def test_a_grammar_that_fails_on_the_way_fails_its_request_and_no_other(server, monkeypatch):
+    monkeypatch.setattr(constraints, "_BUDGET_S", -1.0)
+    for stream in (False, True):
+        status, _, body = server.chat(regex="x{5}", stream=stream)
+        error = body["error"] if status == 400 else json.loads(body.split("data: ")[-1])["error"]
+        assert (status, error["type"]) == (200 if stream else 400, "invalid_request_error")
+        assert "takes too long" in error["message"]
+    assert server.scheduler.health().running == 0
+    assert ok(server.chat(max_tokens=2))
 
 
 @pytest.fixture(scope="module")
