@@ -11,6 +11,7 @@ import os
 import platform
 import resource
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -234,17 +235,25 @@ def _raise_descriptor_limit(n_connections: int) -> None:
 
 
 def _stop_on_signals() -> threading.Event:
-    """Set by SIGINT and SIGTERM; a second one ends the process at once."""
+    """Set by SIGINT and SIGTERM; a second one ends the process at once.
+
+    By a thread that reads what the C handler writes: a signal that comes just before the main thread blocks on a lock
+    does not wake it, and its Python handler would wait with it.
+    """
     stop = threading.Event()
-
-    def on_signal(number: int, _frame: object) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.fileno())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    threading.Thread(target=_watch_signals, args=(ours, theirs, stop), name="signals", daemon=True).start()
     return stop
+
+
+def _watch_signals(ours: socket.socket, _theirs: socket.socket, stop: threading.Event) -> None:
+    ours.recv(1)
+    stop.set()
+    os._exit(128 + ours.recv(1)[0])
 
 
 def _wait_until_ready(worker: Worker, stop: threading.Event) -> None:

@@ -48,11 +48,19 @@ def to(server, **kwargs) -> dict:
     return way | {"num_retries": 0, "max_retries": 0, "timeout": DEADLINE_S} | kwargs
 
 
+@pytest.fixture(scope="module")
+def runner():
+    """Its sync functions want an event loop too; one that they had to make would stay open."""
+    with asyncio.Runner() as runner:
+        runner.get_loop()
+        yield runner
+
+
 @pytest.fixture(autouse=True)
-def _clients_end():
+def _clients_end(runner):
     """It keeps its HTTP clients."""
     yield
-    asyncio.run(end_async_clients())
+    runner.run(end_async_clients())
     for client in litellm.in_memory_llm_clients_cache.cache_dict.values():
         client.close()
     litellm.in_memory_llm_clients_cache.flush_cache()
@@ -93,15 +101,13 @@ def test_stream(server):
     assert litellm.stream_chunk_builder(chunks).choices[0].message.content == ANSWER
 
 
-def test_async(server):
+def test_async(server, runner):
     async def talk() -> tuple[str, str]:
         answer = await litellm.acompletion(messages=HI, **to(server))
         stream = await litellm.acompletion(messages=HI, stream=True, **to(server))
-        chunks = [chunk async for chunk in stream]
-        await end_async_clients()
-        return answer.choices[0].message.content, text_of(chunks)
+        return answer.choices[0].message.content, text_of([chunk async for chunk in stream])
 
-    assert asyncio.run(talk()) == (ANSWER, ANSWER)
+    assert runner.run(talk()) == (ANSWER, ANSWER)
 
 
 def test_text_completion(server):
