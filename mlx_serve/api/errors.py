@@ -20,11 +20,11 @@ def as_response(error: ApiError) -> Response:
 
 
 def context_length(context_tokens: int, prompt_tokens: int, param: str) -> ApiError:
-    """OpenAI's own sentence: clients look for it, and for the code."""
+    """OpenAI's own sentence: clients look for it, and for the code, some of them (LangChain) in the message."""
     return ApiError(
         400,
         f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
-        f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+        f"{prompt_tokens} tokens. Please reduce the length of the messages. (context_length_exceeded)",
         param=param,
         code="context_length_exceeded",
     )

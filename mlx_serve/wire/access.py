@@ -48,7 +48,7 @@ def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, st
     if path not in policy.open_paths and not is_preflight(method, headers) and not _key_given(policy, headers):
         raise ApiError(
             401,
-            "a valid API key is required: Authorization: Bearer KEY",
+            "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY.",
             code="invalid_api_key",
             headers=(("WWW-Authenticate", "Bearer"),),
         )
