@@ -4,7 +4,8 @@
 
 Every request has a random schema of its own and temperature 1, so a small model left alone would hardly get one right.
 Each round of constrained requests is followed by one of unconstrained requests with the same numbers of output tokens,
-so that a machine whose speed drifts still compares neighbours. Needs the extras ``structured`` and ``dev``.
+so that a machine whose speed drifts still compares neighbours; no two prompts begin alike. Needs the extras
+``structured`` and ``dev``.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def ask(server: Server, prompt: str, **fields: Any) -> dict[str, Any]:
 
 def constrained(server: Server, serial: int, schema: Schema) -> Answer:
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    answer = ask(server, f"{serial}: Invent a record.", max_tokens=MAX_TOKENS, response_format=wanted)
+    answer = ask(server, f"{serial} A: Invent a record.", max_tokens=MAX_TOKENS, response_format=wanted)
     (choice,) = answer["choices"]
     fault = _fault(choice["message"]["content"], schema)
     return Answer(answer["usage"]["completion_tokens"], choice["finish_reason"], fault)
@@ -159,7 +160,7 @@ def _fault(text: str, schema: Schema) -> str:
 
 
 def plain(server: Server, serial: int, n_tokens: int) -> Answer:
-    answer = ask(server, f"{serial}: Invent a record.", max_tokens=n_tokens, ignore_eos=True)
+    answer = ask(server, f"{serial} B: Invent a record.", max_tokens=n_tokens, ignore_eos=True)
     return Answer(answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"])
 
 

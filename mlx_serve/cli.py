@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NoReturn, Protocol, cast
@@ -31,6 +32,9 @@ from mlx_serve.wire.server import Server
 
 log = logging.getLogger("mlx_serve")
 
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of them
+# the server is started.
+COMMANDS: dict[str, str] = {}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.
@@ -67,7 +71,10 @@ def run() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The ``mlx-serve`` command; gives the exit status."""
-    settings = config.from_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in COMMANDS:
+        return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    settings = config.from_args(argv)
     logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format))
     library = blas.preload_openblas()
     if library is not None:
