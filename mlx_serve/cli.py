@@ -25,8 +25,9 @@ from mlx_serve.api.endpoints import Api, Services, Tokenizers
 from mlx_serve.api.schema import Defaults
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
+from mlx_serve.engine import backend
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
-from mlx_serve.engine.scheduler import Backend, Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.server import Server
 
@@ -41,11 +42,8 @@ _OTHER_DESCRIPTORS = 256
 _LAST_WORDS_S = 2.0
 
 
-class Models(Tokenizers, Protocol):
+class Models(Tokenizers, backend.Models, Protocol):
     """Where tokenizers and backends come from."""
-
-    def open_backend(self, name: str) -> Backend:
-        """A backend for the named model."""
 
     def close(self) -> None:
         """Let all models go."""
@@ -90,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def open_models(settings: Config) -> tuple[Catalog, Models]:
     """The catalog and the store of MLX models that the flags describe. Raises StartError."""
-    from mlx_serve.engine.mlx_backend import BatchOptions, SingleOptions
+    from mlx_serve.engine.mlx_backend import BatchOptions
     from mlx_serve.engine.models import LoadError, ModelStore, locate, n_ranks
+    from mlx_serve.engine.single_backend import SingleOptions
 
     if n_ranks() > 1:
         raise StartError("started on several ranks by mlx.launch: this version serves from one machine only")
@@ -169,7 +168,7 @@ def _catalog(settings: Config, default: ModelEntry | None) -> Catalog:
 
 def serve(settings: Config, catalog: Catalog, models: Models) -> None:
     """Serve until a signal ends it. Raises StartError when the port is taken or the first model can't be loaded."""
-    scheduler = Scheduler(models.open_backend, max_queue=settings.max_queue)
+    scheduler = Scheduler(models, Limits(max_queue=settings.max_queue))
     first = catalog.default
     worker = Worker(scheduler, first.name if first is not None else None, models.close)
     draining = threading.Event()

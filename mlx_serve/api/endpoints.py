@@ -165,7 +165,13 @@ def health(services: Services, request: RawRequest) -> Response:
     """GET /health: 200 when requests are served, 503 with the reason when they are not."""
     state = services.scheduler.health()
     status = "draining" if services.draining() else state.status
-    body = {"status": status, "model": state.model, "waiting": state.waiting, "running": state.running}
+    body = {
+        "status": status,
+        "model": state.models[-1] if state.models else None,
+        "models": list(state.models),
+        "waiting": state.waiting,
+        "running": state.running,
+    }
     return _json(body, status=200 if status == "ok" else 503)
 
 

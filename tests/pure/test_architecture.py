@@ -19,7 +19,11 @@ MAY_IMPORT = {
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
     "engine/sampling.py",
+    "engine/choice.py",
+    "engine/kv_size.py",
     "engine/prefix_cache.py",
+    "engine/scoring.py",
+    "engine/single_backend.py",
     "engine/models.py",
     "demo.py",
     "gguf.py",

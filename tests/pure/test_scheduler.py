@@ -6,8 +6,8 @@ from queue import SimpleQueue
 import pytest
 
 from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, Started, TokenEvent
-from mlx_serve.engine.fake_backend import EOS, FakeBackend
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 
 DEADLINE_S = 20
@@ -46,10 +46,10 @@ class Failing(FakeBackend):
             raise RuntimeError("insert")
         return super().insert(a_job)
 
-    def step(self):
+    def step(self, gap_s):
         if self.bad:
             raise RuntimeError("step")
-        return super().step()
+        return super().step(gap_s)
 
 
 def make(capacity=4, max_queue=8, backend=FakeBackend):
@@ -61,7 +61,7 @@ def make(capacity=4, max_queue=8, backend=FakeBackend):
         opened.append((name, backend(capacity=capacity)))
         return opened[-1][1]
 
-    return Scheduler(open_backend, max_queue=max_queue), opened
+    return Scheduler(FakeModels(open_backend), Limits(max_queue=max_queue)), opened
 
 
 def test_a_job_starts_gives_its_tokens_and_ends():
@@ -82,6 +82,7 @@ def test_max_tokens_ends_a_job():
 
 def test_jobs_join_and_leave_at_any_step():
     scheduler, _ = make()
+    scheduler.load("m")
     a, b = job("aaaa"), job("bb")
     scheduler.submit([a])
     scheduler.step()
@@ -94,6 +95,7 @@ def test_jobs_join_and_leave_at_any_step():
 
 def test_no_more_run_than_the_backend_takes_and_the_first_come_first():
     scheduler, _ = make(capacity=2)
+    scheduler.load("m")
     jobs = [job("abcd"[: i + 1]) for i in range(4)]
     scheduler.submit(jobs)
     scheduler.step()
@@ -129,6 +131,7 @@ def test_a_request_that_could_never_be_queued_is_not_told_to_come_back():
 
 def test_cancelling_frees_a_place_waiting_or_running():
     scheduler, _ = make(capacity=1)
+    scheduler.load("m")
     a, b, c = job("aaaa"), job("bbbb"), job("cc")
     scheduler.submit([a, b, c])
     scheduler.step()
@@ -219,12 +222,15 @@ def test_a_first_model_that_cannot_be_loaded_is_told_to_who_waits():
 
 
 def test_stopping_tells_everyone_and_refuses_the_next():
-    hold = threading.Event()
-    scheduler = Scheduler(lambda _: FakeBackend(capacity=1, on_step=lambda _: hold.wait(DEADLINE_S)), max_queue=8)
+    hold, started = threading.Event(), SimpleQueue()
+    models = FakeModels(
+        lambda _: FakeBackend(capacity=1, on_step=lambda jobs: (started.put(jobs), hold.wait(DEADLINE_S)))
+    )
+    scheduler = Scheduler(models, Limits(max_queue=8))
     worker = worker_of(scheduler)
     running, waiting = job("aaaa"), job("bbbb")
     scheduler.submit([running, waiting])
-    assert isinstance(running.events.get(timeout=DEADLINE_S), Started)
+    assert isinstance(started.get(timeout=DEADLINE_S), list)
     scheduler.stop()
     hold.set()
     worker.join(DEADLINE_S)
@@ -240,7 +246,7 @@ def test_whatever_ends_the_worker_nobody_is_left_waiting():
     def end(_jobs):
         raise SystemExit
 
-    scheduler = Scheduler(lambda _: FakeBackend(on_step=end), max_queue=8)
+    scheduler = Scheduler(FakeModels(lambda _: FakeBackend(on_step=end)), Limits(max_queue=8))
     a = job()
     scheduler.submit([a])
     worker = worker_of(scheduler)

@@ -397,7 +397,8 @@ def test_a_full_queue_says_when_to_come_back():
         reply = server.chat()
         assert_error(reply, 429, type="rate_limit_error", code="rate_limit_exceeded")
         assert reply[1]["Retry-After"] == "2"
-        assert server.request("GET", "/health")[2] == {"status": "ok", "model": "fake", "waiting": 1, "running": 1}
+        health = {"status": "ok", "model": "fake", "models": ["fake"], "waiting": 1, "running": 1}
+        assert server.request("GET", "/health")[2] == health
         hold.set()
         for client in clients:
             client.join(DEADLINE_S)
