@@ -20,6 +20,8 @@ MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
     "engine/sampling.py",
     "engine/prefix_cache.py",
+    "engine/cache_state.py",
+    "engine/disk_cache.py",
     "engine/models.py",
     "demo.py",
     "gguf.py",
