@@ -90,7 +90,10 @@ class CacheStore:
             return self._changed.wait_for(lambda: not self._queue and self._writing is None, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Take nothing more, wait for what is being written, and let the directory go. May be called twice."""
+        """Take nothing more, wait for what is being written, and let the directory go. May be called twice.
+
+        After ``timeout_s`` the writer is told to stop, and gets as long again to do so.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -305,7 +308,7 @@ class CacheStore:
 
 
 def _name(identity: str, key: bytes) -> str:
-    digest = hashlib.sha256(f"{len(identity)} {identity} ".encode())
+    digest = hashlib.sha256(f"{len(identity)} {identity} ".encode(errors="surrogatepass"))
     digest.update(key)
     return digest.hexdigest() + ".kv"
 

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 # What makes a model's numbers: small files are read, large ones looked at.
 _READ = ("config.json", "tokenizer.json", "adapter_config.json")
 _LOOKED_AT = (".safetensors", ".npz", ".gguf", ".py")
+# Python's and MLX's words for it. The requests that are being decoded must not fail for the sake of a cache.
+_NO_MEMORY = (MemoryError, RuntimeError)
 
 
 class DiskCache:
@@ -83,7 +85,11 @@ class DiskTier:
                 raise DamagedFileError("it holds another prompt")
             return cache_state.put_together(header.layout, take)
 
-        cache = self._store.read(entry, decode)
+        try:
+            cache = self._store.read(entry, decode)
+        except _NO_MEMORY as error:
+            log.warning("prompt cache: a cache of %d bytes is not loaded: %r", entry.size, error)
+            return None
         return (cache, entry.n_tokens) if cache is not None else None
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
@@ -100,16 +106,22 @@ class DiskTier:
             return
         try:
             layout, arrays = cache_state.take_apart(cache)
-        except cache_state.UnknownStateError as error:
+            n_bytes = sum(array.nbytes for array in arrays)
+            head = cache_file.head(Header(self._identity, key, trimmable, layout, n_bytes))
+        except (cache_state.UnknownStateError, ValueError) as error:
             log.warning("prompt cache: this model's caches are not kept on disk: they hold %s", error)
             self._refused = True
             return
-        n_bytes = sum(array.nbytes for array in arrays)
-        head = cache_file.head(Header(self._identity, key, trimmable, layout, n_bytes))
         size = cache_file.file_size(head, n_bytes)
         entry = self._store.entry(self._identity, key, trimmable=trimmable, size=size)
-        if self._store.admit(entry):
-            self._store.put(entry, head, cache_state.to_bytes(arrays))
+        if not self._store.admit(entry):
+            return
+        try:
+            copies = cache_state.to_bytes(arrays)
+        except _NO_MEMORY as error:
+            log.warning("prompt cache: a cache of %d bytes is not saved: %r", size, error)
+        else:
+            self._store.put(entry, head, copies)
 
 
 def model_identity(path: Path, *extra: str, adapter: Path | None = None) -> str:

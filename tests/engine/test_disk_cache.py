@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -84,6 +85,11 @@ def arrays_cache(*, ends=False):
     return cache
 
 
+def cut_back(cache, n):
+    assert cache.trim(n) == n
+    return cache
+
+
 def chunked():
     cache = filled(ChunkedKVCache(16), 5, 20)
     cache.maybe_trim_front()
@@ -96,17 +102,23 @@ CACHES = {
     "kv over a step": lambda: filled(KVCache(), 300, 1),
     "kv float16": lambda: filled(KVCache(), 5, dtype=mx.float16),
     "kv bfloat16": lambda: filled(KVCache(), 5, dtype=mx.bfloat16),
+    "kv, cut back": lambda: cut_back(filled(KVCache(), 300), 50),
+    "kv, cut back to nothing": lambda: cut_back(filled(KVCache(), 5), 5),
     "kv, nothing in it": KVCache,
     "quantized": lambda: filled(QuantizedKVCache(32, 4), 5, 1, 1),
     "quantized bfloat16": lambda: filled(QuantizedKVCache(64, 8), 5, dtype=mx.bfloat16, width=64),
     "quantized later": lambda: filled(KVCache(), 5).to_quantized(32, 8),
+    "quantized, cut back": lambda: cut_back(filled(QuantizedKVCache(32, 4), 20), 3),
     "quantized, nothing in it": lambda: QuantizedKVCache(32, 4),
     "rotating": lambda: filled(RotatingKVCache(16, keep=4), 5, 1),
     "rotating, one by one": lambda: filled(RotatingKVCache(16), *[1] * 9),
+    "rotating, cut back": lambda: cut_back(filled(RotatingKVCache(16, keep=4), 12), 3),
+    "rotating, one by one, cut back": lambda: cut_back(filled(RotatingKVCache(16), *[1] * 9), 3),
     "rotating, full": lambda: filled(RotatingKVCache(16, keep=4), 5, *[1] * 40),
     "rotating, over full": lambda: filled(RotatingKVCache(16, keep=4), 60),
     "rotating, nothing in it": lambda: RotatingKVCache(16, keep=4),
     "chunked": lambda: filled(ChunkedKVCache(16), 5, 1),
+    "chunked, cut back": lambda: cut_back(filled(ChunkedKVCache(16), 5, 9), 3),
     "chunked, trimmed in front": chunked,
     "chunked, nothing in it": lambda: ChunkedKVCache(16),
     "concatenated": lambda: filled(ConcatenateKVCache(), 5, 1),
@@ -319,6 +331,16 @@ def test_only_what_can_be_cut_back_lends_a_part(open_disk, cache, can_trim):
     assert disk.counts()["files"] == (1 if can_trim else 2)
 
 
+@pytest.mark.parametrize("identity", ["", "a b", "3 a", "\udc00", "x" * 10**5])
+def test_any_string_names_a_model(open_disk, identity):
+    disk = open_disk()
+    disk.tier(identity).save([1, 2], [CACHES["kv"]()])
+    disk.close(LONG_S)
+    disk = open_disk()
+    assert disk.tier(identity).load([1, 2], trimmable=True) is not None
+    assert disk.tier(identity + "x").load([1, 2], trimmable=True) is None
+
+
 def test_models_do_not_see_each_other_s_files(open_disk):
     disk = open_disk()
     disk.tier("a").save([1, 2], [CACHES["kv"]()])
@@ -351,6 +373,51 @@ def test_when_the_writer_is_behind_nothing_is_copied(open_disk, monkeypatch):
     monkeypatch.setattr(cache_state, "to_bytes", lambda arrays: pytest.fail("copied"))
     disk.tier("m").save([1, 2], [CACHES["kv"]()])
     assert disk.counts()["skipped_large"] == 1
+
+
+def no_memory(*_):
+    raise RuntimeError("[malloc] Unable to allocate")
+
+
+def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monkeypatch, caplog):
+    disk = open_disk()
+    tier = disk.tier("m")
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_state, "to_bytes", no_memory)
+        tier.save([1, 2], [CACHES["kv"]()])
+    assert "not saved" in caplog.text
+    assert disk.counts()["pending_bytes"] == 0
+    tier.save([1, 2], [CACHES["kv"]()])
+    assert disk.flush(LONG_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_state, "put_together", no_memory)
+        assert tier.load([1, 2], trimmable=True) is None
+    assert "not loaded" in caplog.text
+    assert tier.load([1, 2], trimmable=True) is not None
+
+
+def test_a_layout_over_the_limit_of_headers_is_not_kept(open_disk, monkeypatch, caplog):
+    monkeypatch.setattr(cache_file, "_MAX_HEADER_BYTES", 100)
+    disk = open_disk()
+    disk.tier("m").save([1, 2], [CACHES["kv"]()])
+    assert disk.flush(LONG_S)
+    assert disk.counts()["files"] == 0
+    assert "header" in caplog.text
+
+
+def test_the_thread_that_decodes_is_not_the_one_that_starts(open_disk):
+    disk = open_disk()
+
+    def work():
+        tier = disk.tier("m")
+        cache = CACHES["kv"]()
+        tier.save([1, 2], [cache])
+        assert disk.flush(LONG_S)
+        (back,), _ = tier.load([1, 2], trimmable=True)
+        return bare(back) == bare(cache)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(work).result()
 
 
 class OwnCache(KVCache):

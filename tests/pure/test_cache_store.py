@@ -293,6 +293,14 @@ def test_a_file_that_cannot_be_opened_is_passed_over(open_store, directory, monk
     assert len(files(directory)) == 1
 
 
+def test_a_directory_that_others_write_in_is_warned_of(open_store, directory, caplog):
+    open_store().close()
+    assert caplog.records == []
+    directory.chmod(0o770)
+    open_store()
+    assert "other users may write" in caplog.text
+
+
 def test_a_directory_that_cannot_be_used_is_a_start_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
