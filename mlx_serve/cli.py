@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, config, demo, http_options, logs
 from mlx_serve.api.endpoints import Api, Services, Tokenizers
@@ -30,6 +30,9 @@ from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_e
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.server import Server
+
+if TYPE_CHECKING:
+    from mlx_serve.engine.disk_cache import DiskCache
 
 log = logging.getLogger("mlx_serve")
 
@@ -113,12 +116,21 @@ def open_models(settings: Config) -> tuple[Catalog, Models]:
             ),
             prompt_cache_size=settings.prompt_cache_size,
             prompt_cache_bytes=settings.prompt_cache_bytes,
+            disk=_disk_cache(settings),
         )
         if default is not None:
             store.check(default)
     except LoadError as error:
         raise StartError(str(error)) from error
     return catalog, store
+
+
+def _disk_cache(settings: Config) -> DiskCache | None:
+    from mlx_serve.engine.disk_cache import DiskCache
+
+    if settings.prompt_cache_dir is None:
+        return None
+    return DiskCache(Path(settings.prompt_cache_dir).expanduser(), settings.prompt_cache_disk_bytes)
 
 
 def _default_entry(settings: Config, locate: Callable[[str], Path]) -> ModelEntry | None:

@@ -139,6 +139,12 @@ class Config:
     max_queue: int = flag(_BATCH, 128, "sequences that may wait; beyond it requests get 429", parse=int, low=1)
     prompt_cache_size: int = flag(_BATCH, 10, "KV caches kept for reuse; 0: none", parse=int, low=0)
     prompt_cache_bytes: int | None = flag(_BATCH, None, "bytes of KV caches kept for reuse", parse=size, low=0)
+    prompt_cache_dir: str | None = flag(
+        _BATCH, None, "directory in which KV caches are kept on disk, for after a restart; none when not given"
+    )
+    prompt_cache_disk_bytes: int = flag(
+        _BATCH, 10 * 10**9, "bytes of KV caches kept in --prompt-cache-dir", parse=size, low=1
+    )
     kv_bits: int | None = flag(
         _BATCH,
         None,

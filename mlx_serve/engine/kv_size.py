@@ -11,6 +11,8 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 # mlx-lm's caches grow by so many tokens at a time.
 _STEP = 256
+# A window's cache also holds the chunk that is being prefilled.
+_MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,9 @@ class KvSize:
     def bytes(self, n_tokens: int) -> int:
         """Of one sequence."""
         n = -(-n_tokens // _STEP) * _STEP
-        return self.fixed + int(sum(each * (n if most is None else min(n, most + _STEP)) for each, most in self.layers))
+        return self.fixed + int(
+            sum(each * (n if most is None else min(n, most + _MAX_CHUNK)) for each, most in self.layers)
+        )
 
 
 NO_KV = KvSize(0, ())

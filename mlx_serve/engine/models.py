@@ -28,6 +28,7 @@ from mlx_serve.engine.backend import Backend, Opening
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.constraints import Vocabulary
+from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget
@@ -94,6 +95,7 @@ class ModelStore:
         prompt_cache_size: int,
         prompt_cache_bytes: int | None,
         budget: MemoryBudget | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         self._catalog = catalog
         self._tokenizer_config = dict(tokenizer_config)
@@ -105,6 +107,7 @@ class ModelStore:
         self._prompt_cache_size = prompt_cache_size
         self._prompt_cache_bytes = prompt_cache_bytes
         self._budget = budget or MemoryBudget()
+        self._disk = disk
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
         self._tokenizers: OrderedDict[Path, tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
@@ -170,9 +173,11 @@ class ModelStore:
         _collect()
 
     def close(self) -> None:
-        """Let all models go."""
+        """Let all models go, and wait for what is still to be written of their prefixes."""
         self._loaded.clear()
         _collect()
+        if self._disk is not None:
+            self._disk.close()
 
     def _backend(self, loaded: Loaded) -> Backend:
         single = self._single.kv_bits is not None or loaded.draft_model is not None
@@ -204,13 +209,22 @@ class ModelStore:
             eos_ids=tokenizer.eos_ids,
             # As mlx_lm.server has it: XTC never drops a line end or the end of the text.
             kept_by_xtc=tuple(sorted({*tokenizer.encode("\n", special=False), *tokenizer.eos_ids})),
-            prefix_cache=PrefixCache(self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable),
+            prefix_cache=PrefixCache(
+                self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
+            ),
             draft_model=draft_model,
             vocabulary=vocabulary,
             control_ids=frozenset(tokenizer.controls),
             kv_size=measure([model] if draft_model is None else [model, draft_model]),
             trimmable=trimmable,
         )
+
+    def _tier(self, entry: ModelEntry) -> DiskTier | None:
+        if self._disk is None:
+            return None
+        draft = str(self._draft_path) if entry is self._catalog.default else ""
+        settings = [repr(self._single), draft]
+        return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
 
     def _read_draft(self, entry: ModelEntry) -> Any:
         """The draft model, for the command line's model alone: it proposes token ids, so it must know the same ones."""

@@ -13,8 +13,10 @@ from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import trim_prompt_cache
 from numpy.typing import NDArray
+
+from mlx_serve.engine.cache_state import can_trim
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -123,16 +125,16 @@ class PrefixCache:
         best, best_n = None, MIN_TOKENS - 1
         for entry in reversed(self._entries):
             n = min(common(entry.ids, ids), most)
-            if n > best_n and (n == len(entry.ids) or can_trim_prompt_cache(entry.cache)):
+            if n > best_n and (n == len(entry.ids) or can_trim(entry.cache)):
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
     def _keep(self, ids: Ids, cache: list[Any]) -> bool:
         """False when another entry already gives all of it."""
-        trims = can_trim_prompt_cache(cache)
+        trims = can_trim(cache)
         for entry in list(self._entries):
             n = common(entry.ids, ids)
-            if n == len(ids) and (n == len(entry.ids) or can_trim_prompt_cache(entry.cache)):
+            if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
                 self._entries.remove(entry)
                 self._entries.append(entry)
                 return False
@@ -159,14 +161,13 @@ class PrefixCache:
         """What a file gives, when that is worth reading it."""
         if self._tier is None:
             return 0
-        n = min(self._tier.covers(ids.tolist(), trimmable=self._trimmable), len(ids) - 1)
+        n = self._tier.covers(ids[:-1].tolist(), trimmable=self._trimmable)
         return n if n >= self._best(ids)[1] + _MIN_FROM_DISK else 0
 
     def _read(self, ids: Ids) -> None:
         assert self._tier is not None
-        tokens = ids.tolist()
         n = self._on_disk(ids)
-        found = self._tier.load(tokens, trimmable=self._trimmable)
+        found = self._tier.load(ids[:-1].tolist(), trimmable=self._trimmable)
         if found is None:
             return
         cache, n_tokens = found

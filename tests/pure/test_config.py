@@ -57,6 +57,13 @@ def test_a_command_line_for_mlx_lm_server_runs():
     assert (settings.kv_bits, settings.pipeline, settings.trust_remote_code) == (4, True, True)
 
 
+def test_prompt_caches_on_disk_are_off_until_a_directory_is_named():
+    settings = from_args([], {})
+    assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == (None, 10**10)
+    settings = from_args(["--prompt-cache-dir", "/c", "--prompt-cache-disk-bytes", "2GiB"], {})
+    assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == ("/c", 2 * 2**30)
+
+
 def test_model_directories_come_from_the_flag_or_the_environment():
     environ = {"MLX_MODEL_PATH": "/a:/b"}
     assert from_args([], environ).model_dir == ("/a", "/b")
@@ -86,6 +93,7 @@ def test_sizes(text, n):
         "--max-body-bytes 5Q",
         "--max-body-bytes -5",
         "--max-queue 0",
+        "--prompt-cache-disk-bytes 0",
         "--kv-bits 5",
         "--kv-group-size 8",
         "--chat-template-args [1]",
