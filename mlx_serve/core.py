@@ -207,11 +207,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token as text, with its log-probability and that of the likeliest ones in its place."""
+    """A token as text, with its log-probability and that of the likeliest ones in its place.
+
+    None: a prompt's first token, which nothing comes before.
+    """
 
     token: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
 
 

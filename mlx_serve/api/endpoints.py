@@ -115,14 +115,21 @@ def completions(services: Services, request: RawRequest) -> Response:
     entry, tokenizer = _model(services, body)
     grammar = _grammar(services, entry, body)
     prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
-    if body.max_tokens == 0:
+    scored = body.echo and body.wanted_logprobs is not None
+    if body.max_tokens == 0 and not scored:
         return _only_echo(services, entry, tokenizer, body, prompts)
-    limit = body.wanted_tokens or schema.COMPLETION_MAX_TOKENS
+    limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     jobs = _jobs(services, entry, body, prompts, limit, param="prompt")
     if grammar is not None:
         _constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
-    reply = _Reply(services, request, entry, jobs, OutputOptions(tuple(body.stop), is_chat=False), body)
+    options = OutputOptions(tuple(body.stop), is_chat=False)
+    if scored:
+        # The prompts come with their log-probabilities, from the engine.
+        for job in jobs:
+            job.sampling = replace(job.sampling, prompt_logprobs=body.wanted_logprobs)
+        options, echoes = replace(options, echoes=tuple(echoes[job.index // body.n_samples] for job in jobs)), []
+    reply = _Reply(services, request, entry, jobs, options, body)
     return reply.respond(render.CompletionRenderer(reply.head("cmpl"), echoes, body.n), tokenizer)
 
 
@@ -320,7 +327,8 @@ def _jobs(
         sampling = body.sampling(services.defaults, body.needed_logprobs, min(limit, room))
         for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
-            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), i * body.n_samples + k, events))
+            index = i * body.n_samples + k
+            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), index, events, body.priority))
     return jobs
 
 

@@ -116,6 +116,8 @@ class _Request(Structured):
     # vLLM's, for benchmarks.
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+    # vLLM's too: smaller is earlier.
+    priority: int = 0
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None
@@ -264,8 +266,6 @@ class CompletionRequest(_Request):
         if self.suffix:
             raise ApiError(400, "This server does not fill in the middle: 'suffix' is not served.", param="suffix")
         self._check_best_of()
-        if self.echo and self.wanted_logprobs is not None:
-            raise ApiError(400, "This server does not serve 'echo' with 'logprobs'.", param="echo")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "'max_tokens' 0 needs 'echo': true.", param="max_tokens")
         if self.n_samples * len(self.prompt) > MAX_N:
