@@ -24,7 +24,7 @@ from mlx_serve.api.endpoints import Api, Services, Tokenizers
 from mlx_serve.api.schema import Defaults
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
-from mlx_serve.engine.catalog import Catalog, NotAModelError, context_limit
+from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit
 from mlx_serve.engine.scheduler import Backend, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.server import Server
@@ -45,6 +45,9 @@ class Models(Tokenizers, Protocol):
 
     def open_backend(self, name: str) -> Backend:
         """A backend for the named model."""
+
+    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
+        """Compile a grammar for a model's tokens; what is wrong with it, or ""."""
 
     def close(self) -> None:
         """Let all models go."""
@@ -185,6 +188,7 @@ def services(
         adapter=settings.adapter_path,
         draft_model=settings.draft_model,
         draining=draining,
+        check_grammar=models.check_grammar,
         loaded=lambda: frozenset(filter(None, [scheduler.health().model])),
     )
 

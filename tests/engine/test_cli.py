@@ -91,6 +91,14 @@ def test_a_model_directory_serves_what_a_request_names(model):
         assert ask(port)[1]["error"]["code"] == "model_not_found"
 
 
+def test_a_grammar_that_does_not_fit_the_model_is_refused_by_its_field(model):
+    pytest.importorskip("llguidance")
+    with command("--model", model, "--port", 0) as process:
+        _, port = ready(process)
+        status, body = ask(port, stream=True, guided_grammar="start: <|no_such_token|>")
+        assert (status, body["error"]["param"]) == (400, "guided_grammar")
+
+
 def test_served_names_take_the_place_of_the_directory_s(model):
     with command("--model", model, "--port", 0, "--served-model-name", "a", "b") as process:
         _, port = ready(process)
