@@ -199,14 +199,15 @@ def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> C
     models: tuple[ModelSpec, ...] = ()
     if said["config"] is not None:
         file, models = config_file.read(Path(said["config"]).expanduser(), FLAGS)
+        # As any value: what the command line says takes the place of what the file says.
+        models = models if said["model"] is None else ()
         file = _of_first_model(said["config"], file, models)
     values: dict[str, Any] = {}
     for name, about in FLAGS.items():
         sources = (said[name], _from_environment(about, environ), file.get(name))
         value = next((value for value in sources if value is not None), about.default)
         values[name] = tuple(value) if about.many else value
-    # As any value: what the command line says takes the place of what the file says.
-    return Config(**values, models=() if said["model"] is not None else models)
+    return Config(**values, models=models)
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:

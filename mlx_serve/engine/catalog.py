@@ -188,7 +188,7 @@ class Catalog:
             return None
         for root in self._roots:
             path = root.joinpath(*parts)
-            if _is_inside(path, root) and (path / "config.json").is_file():
+            if (path / "config.json").is_file() and _is_inside(path, root) and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
         return None
 
@@ -215,6 +215,15 @@ def _is_inside(path: Path, root: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
+def _is_spelled_so(path: Path, n_parts: int) -> bool:
+    """Whether the last parts of a path that exists are written as on disk.
+
+    A Mac's file system opens "QWEN" for "Qwen": each way to write a name would be one more model in memory.
+    """
+    ends = [path, *path.parents][:n_parts]
+    return all(end.name in os.listdir(end.parent) for end in ends)
+
+
 def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
     try:
         return read_entry(name, path)
@@ -239,10 +248,11 @@ def _find_in_hub_cache(name: str) -> ModelEntry | None:
     if len(parts) != _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
         return None
     try:
-        path = snapshot_download(name, local_files_only=True, allow_patterns=["config.json"])
+        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound):
         return None
-    return _entry_or_refuse(name, Path(path))
+    # Laid out as models--OWNER--NAME/snapshots/COMMIT.
+    return _entry_or_refuse(name, path) if _is_spelled_so(path.parents[1], 1) else None
 
 
 def _hub_entries() -> Iterator[ModelEntry]:

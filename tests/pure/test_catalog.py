@@ -187,6 +187,16 @@ def test_an_absolute_path_is_no_name(root):
         Catalog(roots=[root]).find(str(root / "gpt-oss-120b-MXFP4-Q4"))
 
 
+@pytest.mark.parametrize("spelled", [["GPT-OSS-120b-MXFP4-Q4", "mlx-community", "qwen3-4b"], []])
+def test_on_a_file_system_without_case_a_name_is_still_written_one_way(root, monkeypatch, spelled):
+    catalog = Catalog(roots=[root])
+    monkeypatch.setattr("os.listdir", lambda _: spelled)
+    for name in ("gpt-oss-120b-MXFP4-Q4", "mlx-community/Qwen3-4B"):
+        with pytest.raises(ApiError) as caught:
+            catalog.find(name)
+        assert caught.value.code == "model_not_found"
+
+
 def test_a_damaged_model_says_so_without_its_path(root):
     with pytest.raises(ApiError) as caught:
         Catalog(roots=[root]).find("broken")

@@ -114,8 +114,9 @@ def test_the_first_model_s_adapter_and_draft_model_are_the_flags(settings):
 
 
 def test_models_of_the_command_line_take_the_place_of_the_file_s(settings):
-    found = settings('[[models]]\npath = "/m"\n', "--model", "x")
+    found = settings('[[models]]\npath = "/m"\nadapter_path = "/a"\ndraft_model = "/d"\n', "--model", "x")
     assert (found.model, found.models) == (("x",), ())
+    assert (found.adapter_path, found.draft_model) == (None, None)
 
 
 MODEL = '[[models]]\npath = "/m"\n'
