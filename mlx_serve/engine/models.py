@@ -110,7 +110,8 @@ class ModelStore:
         self._disk = disk
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
-        self._tokenizers: OrderedDict[Path, tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
+        # By directory and chat template.
+        self._tokenizers: OrderedDict[tuple[Path, str], tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
         self._lock = Lock()
 
     def tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
@@ -243,15 +244,17 @@ class ModelStore:
 
     def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         with self._lock:
-            tokenizer = self._tokenizers.pop(entry.path, None) or self._load_tokenizer(entry)
-            self._tokenizers[entry.path] = tokenizer
+            key = (entry.path, entry.chat_template)
+            tokenizer = self._tokenizers.pop(key, None) or self._load_tokenizer(entry)
+            self._tokenizers[key] = tokenizer
             while len(self._tokenizers) > _MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
         return tokenizer
 
     def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         try:
-            wrapper = load_tokenizer(entry.path, self._tokenizer_config, eos_token_ids=_eos_ids(entry.path))
+            settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
+            wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
         except _LOAD_ERRORS as error:
             raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
         if self._use_default_chat_template and wrapper.chat_template is None:

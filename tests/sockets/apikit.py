@@ -66,11 +66,11 @@ def events(text: str) -> list:
 
 @contextmanager
 def serving(
-    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, **services
+    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, tokenizer=None, **services
 ) -> Iterator[Running]:
     """A server that is up, and after the block down with nothing left."""
     catalog = catalog if catalog is not None else Catalog(ENTRY, ["fake"])
-    models = FakeModels(make_backend)
+    models = FakeModels(make_backend, tokenizer)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
     app = Api(Services(scheduler, catalog, models, "fp_test", **services))

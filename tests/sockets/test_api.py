@@ -304,7 +304,8 @@ def test_without_tools_nothing_is_a_tool_call():
 
 
 def test_models_are_listed_and_found(server):
-    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
+    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve"}
+    model |= {"root": "fake", "loaded": False, "max_model_len": 4096}
     assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model]}
     assert server.request("GET", "/v1/models/fake")[2] == model
 
