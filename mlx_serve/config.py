@@ -91,7 +91,9 @@ class Config:
     memory_bytes: int | None = flag(
         _MEMORY, None, "bytes for models and caches together; by default what the device recommends", parse=size, low=1
     )
-    kv_cache_bytes: int | None = flag(_MEMORY, None, "bytes of KV caches of running requests", parse=size, low=1)
+    kv_cache_bytes: int | None = flag(
+        _MEMORY, None, "bytes of KV caches, running and kept; by default what the memory leaves", parse=size, low=1
+    )
     model_ttl: float | None = flag(
         _MEMORY, None, "seconds after which an unused model leaves memory; by default never", parse=float, low=0
     )
