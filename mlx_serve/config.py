@@ -155,6 +155,13 @@ class Config:
         parse=comma_list,
     )
 
+    max_total_body_bytes: int = flag(
+        _LIMITS,
+        256 * 2**20,
+        "bytes of the bodies of all running requests; beyond it new ones get 503",
+        parse=size,
+        low=1,
+    )
     max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
     max_connections: int = flag(_LIMITS, 512, "open connections; beyond it new ones get 503", parse=int, low=1)
     head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)
