@@ -32,9 +32,9 @@ from mlx_serve.wire.server import Server
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of them
-# the server is started.
-COMMANDS: dict[str, str] = {}
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
+# Without one of them the server is started.
+COMMANDS: dict[str, str] = {"bench": "mlx_serve.bench.command"}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.

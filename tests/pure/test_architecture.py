@@ -15,12 +15,15 @@ MAY_IMPORT = {
     "engine": SHARED | {"engine"},
     "api": SHARED | {"api", "wire", "text", "engine"},
     "core": set(),
+    # A client of any server: of this one it shares the parsing of a flag, and for mlx-lm's ceiling BLAS and the demo.
+    "bench": {"bench", "config", "blas", "demo", "__version__"},
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
     "engine/sampling.py",
     "engine/prefix_cache.py",
     "engine/models.py",
+    "bench/offline.py",
     "demo.py",
     "gguf.py",
 }
@@ -55,4 +58,5 @@ def test_only_the_named_modules_import_mlx(module):
 def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
     code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
+    code += "import mlx_serve.bench.command\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
