@@ -77,6 +77,7 @@ class Ceiling:
         except BrokenPipeError:
             line = ""
         if not line:
+            self._process.wait()  # until it has said why
             raise CeilingError("the offline process ended; what it said is above")
         return Offline(**json.loads(line))
 

@@ -91,7 +91,9 @@ class Run:
         make = self._workload()
         _raise_descriptor_limit(max((*options.concurrency, options.max_connections)))
         self._model = options.model or first_model(options.server)
-        probed = probe(Target(options.server, self._model, options.chat, options.fields), options.ignore_eos)
+        probed = probe(
+            Target(options.server, self._model, options.chat, options.fields), options.ignore_eos, options.input_tokens
+        )
         self._tell(probed)
         loads = [Load(False, n) for n in options.concurrency] + [Load(True, rate) for rate in options.request_rates]
         for load in loads:

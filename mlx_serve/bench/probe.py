@@ -12,7 +12,9 @@ from mlx_serve.bench.load import Target
 from mlx_serve.bench.reading import Answer, Failure
 from mlx_serve.bench.workload import Message, Sizes, words
 
-_N_FEW, _N_MANY = 8, 108
+_N_FEW = 4
+# More words tell a tokenizer's mean better; a short context has no room for them.
+_MORE_WORDS = (10, 100)
 _REFUSED = (400, 422)
 
 
@@ -25,11 +27,12 @@ class Probed:
     ignores_eos: bool
 
 
-def probe(target: Target, ignore_eos: bool | None) -> Probed:
-    """Two requests for one token each, of few and of more words. ``ignore_eos`` None: sent where it is not refused.
+def probe(target: Target, ignore_eos: bool | None, input_tokens: int) -> Probed:
+    """Two requests for one token each, of few words and of more, both shorter than a prompt of ``input_tokens``.
 
-    Raises Failure.
+    ``ignore_eos`` None: sent where it is not refused. Raises Failure.
     """
+    n_many = _N_FEW + min(max(input_tokens // 2, _MORE_WORDS[0]), _MORE_WORDS[1])
     asked = ignore_eos is not False
     eager = _with(target, {"ignore_eos": True}) if asked else target
     try:
@@ -38,10 +41,10 @@ def probe(target: Target, ignore_eos: bool | None) -> Probed:
         if ignore_eos is not None or failure.status not in _REFUSED:
             raise
         few, asked, eager = _ask(target, _N_FEW), False, target
-    many = _ask(eager, _N_MANY)
-    per_word = (many.prompt_tokens - few.prompt_tokens) / (_N_MANY - _N_FEW)
+    many = _ask(eager, n_many)
+    per_word = (many.prompt_tokens - few.prompt_tokens) / (n_many - _N_FEW)
     if per_word <= 0:
-        raise Failure("no usage", f"usage.prompt_tokens is {many.prompt_tokens} for {_N_MANY} words and for {_N_FEW}")
+        raise Failure("no usage", f"usage.prompt_tokens is {many.prompt_tokens} for {n_many} words and for {_N_FEW}")
     return Probed(eager, Sizes(per_word, max(0.0, few.prompt_tokens - _N_FEW * per_word)), asked)
 
 
