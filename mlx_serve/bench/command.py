@@ -160,6 +160,8 @@ class Run:
         options = self._options
         n_planned = n_requests(conversations)
         label = report.label(load.open_loop, load.level)
+        if not load.open_loop and len(conversations) < load.level:
+            note(f"{label}: only {len(conversations)} have something to ask; --num-prompts makes it more")
         cpu_s = time.process_time()
         with progress(label, n_planned) as watch:
             round_ = Round(target, watch)
@@ -172,8 +174,9 @@ class Run:
                 round_.closed_loop(conversations, int(load.level))
         cpu_s = time.process_time() - cpu_s
         self.interrupted = round_.interrupted
-        summary = summarize(round_.records, round_.seconds, options.slo, open_loop=load.open_loop)
-        return Measured(load.open_loop, load.level, n_planned, round_.records, summary, cpu_s / round_.seconds)
+        records = tuple(round_.records)  # after Ctrl-C a thread may still be adding one
+        summary = summarize(records, round_.seconds, options.slo, open_loop=load.open_loop)
+        return Measured(load.open_loop, load.level, n_planned, records, summary, cpu_s / round_.seconds)
 
     def _ceiling(self, model: str, load: Load) -> Offline | None:
         """The prompts that were answered, each with as many tokens as its answer had."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from mlx_serve.bench.report import Measured
+
+Value = Callable[[Measured], float | None]
 
 
 def draw(rounds: Sequence[Measured], path: Path, title: str) -> None:
@@ -18,16 +21,15 @@ def draw(rounds: Sequence[Measured], path: Path, title: str) -> None:
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     rate, ttft, itl = figure.subplots(1, 3)
-    labels = [measured.label for measured in rounds]
-    _line(rate, labels, [m.summary.output_tokens_per_s for m in rounds], "served")
+    _line(rate, rounds, lambda m: m.summary.output_tokens_per_s, "served", "C0")
     if any(m.offline for m in rounds):
-        _line(rate, labels, [m.offline.rate if m.offline else None for m in rounds], "mlx-lm without a server")
-    for axes, spreads in ((ttft, [m.summary.ttft_ms for m in rounds]), (itl, [m.summary.itl_ms for m in rounds])):
-        for mark in ("p50", "p99"):
-            _line(axes, labels, [getattr(s, mark) if s else None for s in spreads], mark)
+        _line(rate, rounds, lambda m: m.offline.rate if m.offline else None, "mlx-lm without a server", "C1")
+    for mark, color in (("p50", "C0"), ("p99", "C1")):
+        _line(ttft, rounds, _mark("ttft_ms", mark), mark, color)
+        _line(itl, rounds, _mark("itl_ms", mark), mark, color)
     for axes, name in ((rate, "output tokens/s"), (ttft, "time to first token, ms"), (itl, "gap between tokens, ms")):
         axes.set_title(name, fontsize="medium")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         axes.tick_params(axis="x", labelrotation=30)
         axes.grid(axis="y", alpha=0.3)
         axes.legend()
@@ -35,5 +37,15 @@ def draw(rounds: Sequence[Measured], path: Path, title: str) -> None:
     figure.savefig(path, format="png", dpi=120)
 
 
-def _line(axes: Any, labels: Sequence[str], values: Sequence[float | None], name: str) -> None:
-    axes.plot(labels, [float("nan") if value is None else value for value in values], marker="o", label=name)
+def _mark(spread: str, mark: str) -> Value:
+    return lambda measured: getattr(getattr(measured.summary, spread), mark, None)
+
+
+def _line(axes: Any, rounds: Sequence[Measured], value: Value, name: str, color: str) -> None:
+    """A line for the rounds of each kind of loop: their loads are not of one scale."""
+    for _, group in groupby(rounds, key=lambda measured: measured.open_loop):
+        some = list(group)
+        values = [value(measured) for measured in some]
+        numbers = [float("nan") if v is None else v for v in values]
+        axes.plot([measured.label for measured in some], numbers, marker="o", label=name, color=color)
+        name = "_"  # matplotlib keeps it out of the legend

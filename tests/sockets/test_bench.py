@@ -111,6 +111,14 @@ def test_answers_become_history(bench, endpoint):
     assert not sent[3].startswith(first)
 
 
+def test_more_clients_than_conversations_is_told(bench, server):
+    args = ["--workload", "multi-turn", "--turns", 2, "--num-prompts", 4, "--concurrency", "2,3", "--output-len", 2]
+    status, found, out = bench(server.port, *args)
+    assert (status, [one["n_ok"] for one in found["rounds"]]) == (0, [4, 4])
+    assert "3 at a time: only 2 have something to ask" in out.err
+    assert "2 at a time: only" not in out.err
+
+
 def test_a_file(bench, server, tmp_path):
     path = tmp_path / "prompts.jsonl"
     lines = [{"prompt": "a", "output_tokens": 3}, {"messages": [{"role": "user", "content": "b"}]}]
