@@ -11,7 +11,8 @@ from tinymodel import write_model
 
 from mlx_serve.bench.ceiling import CeilingError, ceiling
 
-DEADLINE_S = 60
+# A busy machine is no fault of the code: three programs that import MLX.
+DEADLINE_S = 300
 
 
 @pytest.fixture(scope="module")

@@ -364,7 +364,7 @@ def test_ctrl_c_tells_what_was_measured(tmp_path):
     def stalling():
         yield from b"ab"
         stuck.set()
-        assert release.wait(DEADLINE_S)
+        assert release.wait(3 * DEADLINE_S)
         yield from itertools.cycle(b"abc ")
 
     figures = tmp_path / "figures.json"
@@ -379,9 +379,9 @@ def test_ctrl_c_tells_what_was_measured(tmp_path):
             text=True,
         )
         try:
-            assert stuck.wait(DEADLINE_S)
+            assert stuck.wait(3 * DEADLINE_S)  # a process has to start
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=DEADLINE_S)
+            out, err = process.communicate(timeout=2 * DEADLINE_S)
         finally:
             process.kill()
             process.wait()
