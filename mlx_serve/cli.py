@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: for each a module with ``main(argv) -> exit status``, imported when it is called. Without one, the
-# server is started.
-COMMANDS: dict[str, str] = {}
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
+# Without one of them the server is started.
+COMMANDS: dict[str, str] = {"bench": "mlx_serve.bench.command"}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.
