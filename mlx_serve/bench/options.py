@@ -14,7 +14,7 @@ from typing import Any
 from mlx_serve.bench.ceiling import DEMO
 from mlx_serve.bench.client import Server, server_at
 from mlx_serve.bench.stats import Slo
-from mlx_serve.config import json_object
+from mlx_serve.flags import json_object
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
 DEFAULT_REQUESTS = 32

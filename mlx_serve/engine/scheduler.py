@@ -261,8 +261,10 @@ class Scheduler:
 
     def _open(self, name: str) -> None:
         """Begin to load a model; whoever has to give room for it must be idle by now."""
+        # Nobody has to go for a model that is too large by itself: opening it says so.
+        fits_alone = self._models.has_room([name])
         for other in list(self._slots):
-            if self._models.has_room([*self._slots, name]):
+            if not fits_alone or self._models.has_room([*self._slots, name]):
                 break
             if not self._slots[other].running:
                 self._unload(other)
