@@ -32,8 +32,8 @@ from mlx_serve.wire.server import Server
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of them
-# the server is started.
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of
+# them the server is started.
 COMMANDS: dict[str, str] = {}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
