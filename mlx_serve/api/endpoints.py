@@ -106,7 +106,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     if grammar is not None:
         _constrain(jobs, grammar, _gate(tokenizer, prompt, options))
     reply = _Reply(services, request, entry, jobs, options, body)
-    return reply.respond(render.ChatRenderer(reply.head("chatcmpl")), tokenizer)
+    return reply.respond(render.ChatRenderer(reply.head("chatcmpl"), logprobs=body.logprobs), tokenizer)
 
 
 def completions(services: Services, request: RawRequest) -> Response:

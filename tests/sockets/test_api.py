@@ -267,6 +267,20 @@ def test_logprobs_are_those_of_the_content_alone():
         assert [entry["token"] for entry in content] == ["y", "e", "s"]
 
 
+@pytest.mark.parametrize("answer", ["", "<think>hmm</think>", "<tool_call>add {}</tool_call>"])
+def test_an_answer_of_which_no_token_is_seen_has_an_empty_list_of_logprobs(answer):
+    with serving(answering(answer)) as server:
+        (choice,) = server.chat(logprobs=True, tools=TOOLS)[2]["choices"]
+        assert choice["logprobs"] == {"content": [], "refusal": None}
+        chunks = events(server.chat(logprobs=True, tools=TOOLS, stream=True)[2])
+        # OpenAI's stream has it where the role is.
+        assert chunks[0]["choices"][0]["logprobs"] == {"content": [], "refusal": None}
+        assert {choice["logprobs"] for chunk in chunks[1:] for choice in chunk["choices"]} == {None}
+        # Nobody asked:
+        chunks = events(server.chat(tools=TOOLS, stream=True)[2])
+        assert {choice["logprobs"] for chunk in chunks for choice in chunk["choices"]} == {None}
+
+
 def test_stop_strings_do_not_match_in_reasoning():
     with serving(answering("<think>stop here</think>go on")) as server:
         message = server.chat(stop="stop")[2]["choices"][0]["message"]
