@@ -44,6 +44,12 @@ class ApiError(Exception):
         self.headers = headers
 
 
+def internal_error(request_id: str = "") -> ApiError:
+    """A fault of ours. The client learns where to ask and no more: the log has the reason."""
+    which = f"request {request_id}" if request_id else "this request"
+    return ApiError(500, f"The server failed to answer {which}; its log says why.", type="server_error")
+
+
 class StartError(Exception):
     """The server can't start; the text is one line for the operator."""
 

@@ -13,7 +13,19 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.core import ApiError, ClientGone, Event, Finish, Gate, Job, Prompt, RawRequest, Response, Usage
+from mlx_serve.core import (
+    ApiError,
+    ClientGone,
+    Event,
+    Finish,
+    Gate,
+    Job,
+    Prompt,
+    RawRequest,
+    Response,
+    Usage,
+    internal_error,
+)
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.vocabulary import check_ids
@@ -214,7 +226,7 @@ class _Reply:
             yield sse.event(render.dumps(errors.as_object(error)))
         except Exception:  # the request boundary of a stream: its 200 is out, so the reason must be its last event
             log.exception("a stream failed")
-            yield sse.event(render.dumps(errors.as_object(errors.internal())))
+            yield sse.event(render.dumps(errors.as_object(internal_error(self.request.request_id))))
         finally:
             self._note(generation)
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 from apikit import DEADLINE_S, events, read, serving, until
 
-from mlx_serve.core import ApiError
+from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.framing import FramingLimits
 
@@ -431,7 +431,7 @@ def test_a_failing_step_is_an_error_and_the_next_request_works():
         fail[0] = True
         reply = server.chat()
         assert_error(reply, 500, type="server_error")
-        assert "secret" not in reply[2]["error"]["message"]
+        assert reply[2]["error"]["message"] == internal_error().message
         fail[0] = False
         assert server.chat()[0] == 200
         assert server.request("GET", "/health")[2]["status"] == "ok"
@@ -449,9 +449,21 @@ def test_a_failure_in_mid_stream_is_the_stream_s_last_event():
         status, _, text = server.chat(stream=True)
         assert status == 200
         last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["type"] == "server_error"
-        assert "secret" not in text
+        assert last["error"]["message"] == internal_error().message
         assert server.chat()[0] == 200
+
+
+def test_a_fault_of_the_server_s_own_in_mid_stream_names_the_request(monkeypatch, caplog):
+    def no_usage(usage):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr("mlx_serve.api.render.usage_object", no_usage)
+    with serving() as server:
+        status, headers, text = server.chat(stream=True, stream_options={"include_usage": True})
+        assert status == 200
+        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["message"] == internal_error(headers["x-request-id"]).message
+        assert "secret detail" in caplog.text
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests():
