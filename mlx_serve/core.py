@@ -6,6 +6,7 @@ this module; it imports nothing of the package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -16,6 +17,8 @@ Region: TypeAlias = Literal["content", "reasoning"]
 
 # Where the tokenizer cuts a text before encoding it. Half of a surrogate pair: nothing that a client sends can hold it.
 GUARD = "\udc00"
+# What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
+TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
 
 
 class ApiError(Exception):
