@@ -20,6 +20,9 @@ GUARD = "\udc00"
 # What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
 TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
 
+# The logger of the requests' lines, which are formatted as they are written.
+ACCESS_LOG = "mlx_serve.access"
+
 
 class ApiError(Exception):
     """A request that is refused, or that failed, in OpenAI's terms.

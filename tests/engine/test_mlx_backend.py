@@ -43,11 +43,11 @@ def job(prompt, max_tokens=12, **sampling):
     return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
 
 
-def offline(model, prompt, max_tokens=12):
+def offline(model, prompt, max_tokens=12, **options):
     """mlx-lm's own greedy generation, up to the end token."""
     out = []
     for token, _ in generate_step(
-        mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=make_prompt_cache(model)
+        mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=make_prompt_cache(model), **options
     ):
         out.append(int(token))
         if token == EOS:
@@ -233,13 +233,18 @@ def test_no_cache_is_kept_when_none_is_wanted(model):
         run(backend, [a])
 
 
-def test_a_quantized_kv_cache_generates():
+def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():
     wide = tiny_llama(head_dim=32)
-    backend = single_of(wide, SingleOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0))
-    for _ in range(2):
-        a = job(PROMPTS[3], 4)
-        backend.insert(a)
-        assert len(run(backend, [a])[0]) == 4
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
+    want = offline(wide, PROMPTS[3], **options)
+    # Four bits are felt, or nothing would be shown here.
+    assert want != offline(wide, PROMPTS[3])
+    backend = single_of(wide, SingleOptions(**options))
+    # The second time out of the prefix cache, which holds the first one's.
+    for cached_tokens in (0, len(PROMPTS[3]) - 1):
+        a = job(PROMPTS[3])
+        assert backend.insert(a) == cached_tokens
+        assert tokens(run(backend, [a])[0]) == want
 
 
 def test_a_draft_model_changes_no_token(model):
