@@ -24,13 +24,22 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "http_options": SHARED | {"config", "wire"},
     "demo": {"gguf"},
+    "config_file": {"core", "flags"},
+    "config": {"core", "flags", "config_file"},
+    "model_options": {"core", "flags", "config_file", "config", "demo", "engine"},
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
     "engine/sampling.py",
+    "engine/choice.py",
+    "engine/kv_size.py",
     "engine/prefix_cache.py",
+    "engine/scoring.py",
+    "engine/single_backend.py",
+    "engine/cache_state.py",
+    "engine/disk_cache.py",
     "engine/models.py",
     "demo.py",
     "gguf.py",
@@ -72,4 +81,5 @@ def test_only_the_named_modules_import_mlx(module):
 def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
     code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
+    code += "import mlx_serve.engine.cache_store\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
