@@ -6,6 +6,7 @@ this module; it imports nothing of the package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -16,6 +17,11 @@ Region: TypeAlias = Literal["content", "reasoning"]
 
 # Where the tokenizer cuts a text before encoding it. Half of a surrogate pair: nothing that a client sends can hold it.
 GUARD = "\udc00"
+# What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
+TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
+
+# The logger of the requests' lines, which are formatted as they are written.
+ACCESS_LOG = "mlx_serve.access"
 
 
 class ApiError(Exception):
@@ -42,6 +48,12 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers
+
+
+def internal_error(request_id: str = "") -> ApiError:
+    """A fault of ours. The client learns where to ask and no more: the log has the reason."""
+    which = f"request {request_id}" if request_id else "this request"
+    return ApiError(500, f"The server failed to answer {which}; its log says why.", type="server_error")
 
 
 class StartError(Exception):

@@ -13,7 +13,19 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.core import ApiError, ClientGone, Event, Finish, Gate, Job, Prompt, RawRequest, Response, Usage
+from mlx_serve.core import (
+    ApiError,
+    ClientGone,
+    Event,
+    Finish,
+    Gate,
+    Job,
+    Prompt,
+    RawRequest,
+    Response,
+    Usage,
+    internal_error,
+)
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.vocabulary import check_ids
@@ -108,7 +120,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     if grammar is not None:
         _constrain(jobs, grammar, _gate(tokenizer, prompt, options))
     reply = _Reply(services, request, entry, jobs, options, body)
-    return reply.respond(render.ChatRenderer(reply.head("chatcmpl")), tokenizer)
+    return reply.respond(render.ChatRenderer(reply.head("chatcmpl"), logprobs=body.logprobs), tokenizer)
 
 
 def completions(services: Services, request: RawRequest) -> Response:
@@ -230,7 +242,7 @@ class _Reply:
             yield sse.event(render.dumps(errors.as_object(error)))
         except Exception:  # the request boundary of a stream: its 200 is out, so the reason must be its last event
             log.exception("a stream failed")
-            yield sse.event(render.dumps(errors.as_object(errors.internal())))
+            yield sse.event(render.dumps(errors.as_object(internal_error(self.request.request_id))))
         finally:
             self._note(generation)
 

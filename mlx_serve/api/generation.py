@@ -175,7 +175,7 @@ class _Choice:
             self.controls, self.symbols = {}, Symbols({})
             self.splitter = RegionSplitter(Layout(), self.symbols)
             context = self.job.prompt.tokens
-            self.detokenizer = Detokenizer(self.tokenizer.decode, self.tokenizer.hidden_ids, context)
+            self.detokenizer = Detokenizer(self.tokenizer, self.tokenizer.hidden_ids, context)
         self.cutter = StopCutter(self.options.stops)
         self.logprobs = _Logprobs(self.tokenizer)
 
@@ -185,7 +185,7 @@ class _Choice:
         self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
         in_reasoning = self.job.prompt.in_reasoning
         self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
-        self.detokenizer = Detokenizer(self.tokenizer.decode, ())
+        self.detokenizer = Detokenizer(self.tokenizer, ())
 
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-access_log = logging.getLogger("mlx_serve.access")
+from mlx_serve.core import ACCESS_LOG
+
+access_log = logging.getLogger(ACCESS_LOG)
 
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII but blank, quote, equals sign and backslash
 _MAX_TEXT = 1024

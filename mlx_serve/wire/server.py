@@ -13,7 +13,7 @@ import logging
 
 from mlx_serve.wire.admission import unavailable
 from mlx_serve.wire.body_budget import BodyBudget
-from mlx_serve.wire.exchange import Setting, new_request_id
+from mlx_serve.wire.exchange import Setting, new_request_id, own_fields
 from mlx_serve.wire.listener import Listener
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Manner, whole
@@ -68,5 +68,5 @@ class Server:
         error = unavailable("too many connections", code="too_many_connections")
         response = self._application.error(error)
         body = response.body if isinstance(response.body, bytes) else b""
-        fields = (("Server", self._options.server_name), ("x-request-id", new_request_id()), *error.headers)
-        return whole(response, body, fields, Manner())
+        fields = own_fields(self._options, new_request_id())
+        return whole(response, body, fields + error.headers, Manner())
