@@ -23,17 +23,17 @@ const key = () => sessionStorage.getItem(KEY) || "";
 class Locked extends Error {}
 
 async function call(path, options = {}) {
-  const send = () => {
+  for (;;) {
+    const used = key();
     const headers = { ...options.headers };
-    if (key()) headers.Authorization = `Bearer ${key()}`;
-    return fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
-  };
-  const used = key();
-  const response = await send();
-  if (response.status !== 401) return response;
-  // Another call may have brought a new key meanwhile.
-  if (key() === used && !(await askForKey(used !== ""))) throw new Locked("the server asks for an API key");
-  return send();
+    if (used) headers.Authorization = `Bearer ${used}`;
+    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    if (response.status !== 401) return response;
+    // Another call may have brought a new key meanwhile.
+    if (key() !== used) continue;
+    sessionStorage.removeItem(KEY);
+    if (!(await askForKey(used !== ""))) throw new Locked("the server asks for an API key");
+  }
 }
 
 // One dialog for all that wait; whether there is a key now.
@@ -141,8 +141,8 @@ function show(stats) {
   $("t-running").textContent = whole.format(stats.running);
   $("t-waiting").textContent = whole.format(stats.waiting);
   $("t-speed").textContent = rate(speed);
-  $("t-ttft").textContent = quantiles(stats.latency.first_token_s);
-  $("t-itl").textContent = quantiles(stats.latency.inter_token_s);
+  showQuantiles("t-ttft", stats.latency.first_token_s);
+  showQuantiles("t-itl", stats.latency.inter_token_s);
   const asked = stats.prefix_cache.queried_tokens;
   $("t-hits").textContent = asked ? `${((100 * stats.prefix_cache.hit_tokens) / asked).toFixed(0)} %` : NONE;
   remember("speed", speed || 0);
@@ -182,8 +182,9 @@ function outputSpeed(stats) {
   return (last.tokens - before.tokens) / (last.at - before.at);
 }
 
-function quantiles(values) {
-  return values.n ? `${duration(values.p50)} · ${duration(values.p95)}` : NONE;
+function showQuantiles(id, values) {
+  const most = values.n ? [element("small", "", `95 % below ${duration(values.p95)}`)] : [];
+  $(id).replaceChildren(duration(values.p50), ...most);
 }
 
 function draw(id, name, series, format) {
@@ -395,7 +396,7 @@ async function receive(body, answer) {
       signal: running.signal,
     });
     if (!response.ok) throw new Error(await errorText(response));
-    for await (const chunk of events(response)) take(chunk, answer, seen, began);
+    for await (const chunk of events(response)) take(chunk, answer, seen);
   } catch (error) {
     if (error.name === "AbortError") seen.finish = "stopped";
     else answer.fail(error.message);
@@ -416,7 +417,7 @@ async function errorText(response) {
   }
 }
 
-function take(chunk, answer, seen, began) {
+function take(chunk, answer, seen) {
   if (chunk.error) throw new Error(chunk.error.message);
   if (chunk.usage) seen.usage = chunk.usage;
   for (const choice of chunk.choices || []) {
@@ -433,7 +434,7 @@ function take(chunk, answer, seen, began) {
     seen.first = seen.first || seen.latest;
     seen.n += 1;
   }
-  $("speed").textContent = seen.n > 1 ? `${rate(speedOf(seen.n, seen))} pieces/s` : `${duration((performance.now() - began) / 1000)}`;
+  if (seen.n > 1) $("speed").textContent = `${rate(speedOf(seen.n, seen))} pieces/s`;
 }
 
 function speedOf(n, seen) {
