@@ -53,14 +53,13 @@ function askForKey(wasWrong) {
       if (used) sessionStorage.setItem(KEY, given);
       $("key").value = "";
       resolve(used);
+      if (used) start();
     }, { once: true });
   });
   return asking;
 }
 
-$("key-button").addEventListener("click", async () => {
-  if (await askForKey(false)) start();
-});
+$("key-button").addEventListener("click", () => askForKey(false));
 $("key-cancel").addEventListener("click", () => $("key-dialog").close("cancel"));
 $("key-forget").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
@@ -101,6 +100,7 @@ let last = null;
 let timer = 0;
 let pause = POLL_MS;
 let polling = false;
+let modelsAreKnown = false;
 
 function remember(name, value) {
   history[name].push(value);
@@ -121,6 +121,7 @@ async function poll() {
     const response = await call("stats");
     if (!response.ok) throw new Error(`status ${response.status}`);
     show(await response.json());
+    if (!modelsAreKnown) await loadModels();
     pause = POLL_MS;
   } catch (error) {
     setStatus(error instanceof Locked ? "needs an API key" : "not reachable", "bad");
@@ -236,14 +237,20 @@ function showErrors(errors) {
 
 document.addEventListener("visibilitychange", () => {
   last = null;
-  poll();
+  if (pause) poll();
 });
+
+function start() {
+  pause = POLL_MS;
+  poll();
+}
 
 // ---- The models.
 
 async function loadModels() {
   const response = await call("v1/models");
-  if (!response.ok) return;
+  if (!response.ok) throw new Error(`status ${response.status}`);
+  modelsAreKnown = true;
   const { data } = await response.json();
   const chosen = $("model").value;
   $("model").replaceChildren(...data.map((model) => {
@@ -494,15 +501,5 @@ $("copy").addEventListener("click", async () => {
     $("copy").textContent = "Selected: copy it by hand";
   }
 });
-
-async function start() {
-  // First, so that one dialog asks for the key.
-  await poll();
-  try {
-    await loadModels();
-  } catch (error) {
-    if (!(error instanceof Locked)) setStatus("not reachable", "bad");
-  }
-}
 
 start();
