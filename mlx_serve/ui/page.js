@@ -96,7 +96,8 @@ const POLL_MS = 1000;
 const MAX_POLL_MS = 15000;
 const N_POINTS = 120;
 const history = { speed: [], running: [], waiting: [], active: [], kv: [] };
-let last = null;
+const N_SPEED_POINTS = 5;
+let heard = [];
 let timer = 0;
 let pause = POLL_MS;
 let polling = false;
@@ -125,7 +126,7 @@ async function poll() {
     pause = POLL_MS;
   } catch (error) {
     setStatus(error instanceof Locked ? "needs an API key" : "not reachable", "bad");
-    last = null;
+    heard = [];
     // Without a key there is nothing to ask; the button asks for one.
     pause = error instanceof Locked ? 0 : Math.min(pause * 2, MAX_POLL_MS);
   } finally {
@@ -175,12 +176,14 @@ function show(stats) {
   showErrors(stats.errors);
 }
 
-// From one poll to the next; by the server's clock, so that a slow reply does not matter.
+// Over the last few polls; by the server's clock, so that a slow reply does not matter.
 function outputSpeed(stats) {
-  const before = last;
-  last = { at: stats.uptime_s, tokens: stats.totals.output_tokens };
-  if (!before || last.at <= before.at || last.tokens < before.tokens) return null;
-  return (last.tokens - before.tokens) / (last.at - before.at);
+  const now = { at: stats.uptime_s, tokens: stats.totals.output_tokens };
+  // Another server: it was started anew.
+  if (heard.length && now.at < heard[heard.length - 1].at) heard = [];
+  heard = [...heard, now].slice(-N_SPEED_POINTS);
+  const before = heard[0];
+  return now.at > before.at ? (now.tokens - before.tokens) / (now.at - before.at) : null;
 }
 
 function showQuantiles(id, values) {
@@ -208,13 +211,12 @@ function showRequests(stats) {
   $("n-requests").textContent = hidden > 0 ? `${stats.requests.length} of ${stats.n_requests}` : `${stats.n_requests}`;
   $("requests").replaceChildren(...stats.requests.map((request) => {
     const row = element("tr");
-    row.append(element("td", request.phase, request.phase), element("td", "", request.model));
-    row.append(element("td", "", request.route));
     const numbers = [
-      whole.format(request.prompt_tokens), whole.format(request.cached_tokens), whole.format(request.output_tokens),
-      rate(request.tokens_per_s), duration(request.first_token_s), duration(request.age_s),
+      whole.format(request.output_tokens), rate(request.tokens_per_s), duration(request.first_token_s),
+      duration(request.age_s), whole.format(request.prompt_tokens), whole.format(request.cached_tokens),
     ];
-    row.append(...numbers.map((text) => element("td", "n", text)));
+    row.append(element("td", request.phase, request.phase), ...numbers.map((text) => element("td", "n", text)));
+    row.append(element("td", "", request.model), element("td", "", request.route));
     return row;
   }));
 }
@@ -236,7 +238,7 @@ function showErrors(errors) {
 }
 
 document.addEventListener("visibilitychange", () => {
-  last = null;
+  heard = [];
   if (pause) poll();
 });
 

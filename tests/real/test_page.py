@@ -153,7 +153,7 @@ def test_it_shows_what_runs(browser):
             visit.shows("#requests tr", "prefill")
             gate.let(5)
             visit.shows("#requests tr", "decoding")
-            visit.shows("#requests tr td:nth-child(6)", "5")
+            visit.shows("#requests tr td:nth-child(2)", "5")
             visit.shows("#t-running", "1")
             visit.shows("#facts", "fake")
             visit.count("#c-speed polyline", 1)
