@@ -225,7 +225,7 @@ def services(
         check_grammar=models.check_grammar,
         loaded=lambda: frozenset(scheduler.health().models),
         max_queue=settings.max_queue,
-        page={} if settings.no_ui else page.files(),
+        page=page.files() if settings.ui else {},
         version=__version__,
     )
 

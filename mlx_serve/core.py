@@ -290,6 +290,7 @@ class ModelStats:
 class EngineStats:
     """What only the engine knows, at one moment. Counts are of sequences; ``evictions`` is a sum since the start.
 
+    ``kv_bytes`` is what the running sequences' KV caches can come to, which is what admission reckons with.
     ``active_bytes``, ``peak_bytes`` and ``cache_bytes`` are MLX's own figures. 0 also stands for "not known".
     """
 

@@ -47,7 +47,7 @@ def options(settings: Config) -> ServerOptions:
             allowed_hosts=settings.allowed_hosts,
             loopback_only=is_loopback(settings) and settings.uds is None,
             # The page holds nothing: what it shows it asks for, with the key.
-            open_paths=OPEN_PATHS if settings.no_ui else OPEN_PATHS | page.PATHS,
+            open_paths=OPEN_PATHS | page.PATHS if settings.ui else OPEN_PATHS,
         ),
         head_timeout_s=settings.head_timeout,
         body_timeout_s=settings.body_timeout,

@@ -21,7 +21,6 @@ from mlx_serve.core import (
     Finish,
     Gate,
     Job,
-    ModelStats,
     Prompt,
     RawRequest,
     Response,
@@ -71,7 +70,7 @@ class Services:
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
     metrics: Metrics = field(default_factory=Metrics)
-    # What only the engine knows. None: what its health tells.
+    # What only the engine knows. None: the scheduler is asked.
     engine_stats: Callable[[], EngineStats] | None = None
     # Sequences that may wait; at so many no request more is taken.
     max_queue: int | None = None
@@ -234,7 +233,7 @@ def _not_ready(services: Services, state: Health) -> str:
     if state.status != "ok":
         return state.status
     # Without a default model, models are loaded when they are asked for: waiting for one would be waiting for ever.
-    if state.model is None and services.catalog.default is not None:
+    if not state.models and services.catalog.default is not None:
         return "loading"
     is_full = services.max_queue is not None and state.waiting >= services.max_queue
     return "queue_full" if is_full else ""
@@ -252,11 +251,7 @@ def prometheus_metrics(services: Services, request: RawRequest) -> Response:
 
 
 def _engine_stats(services: Services) -> EngineStats:
-    if services.engine_stats is not None:
-        return services.engine_stats()
-    state = services.scheduler.health()
-    models = (ModelStats(state.model, state.waiting, state.running),) if state.model is not None else ()
-    return EngineStats(state.waiting, state.running, models)
+    return services.scheduler.stats() if services.engine_stats is None else services.engine_stats()
 
 
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {

@@ -134,10 +134,10 @@ class Generation:
                     self._trace.ended(choice.finish.reason)
                     self._end(event)
 
-    def _follow(self, event: Started | TokenEvent) -> None:
+    def _follow(self, event: Event) -> None:
         if isinstance(event, Started):
             self._trace.admitted(len(self._jobs[event.index].prompt.tokens), event.cached_tokens)
-        else:
+        elif isinstance(event, TokenEvent):
             self._trace.token(event.index)
 
     def _end(self, event: Event) -> None:

@@ -17,7 +17,7 @@ PREFIX = "mlx_serve:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _GAUGES = {
-    "kv_cache_bytes": ("kv_bytes", "Bytes of the running sequences' KV caches."),
+    "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches can come to."),
     "prefix_cache_bytes": ("prefix_cache_bytes", "Bytes of the KV caches kept for reuse."),
     "prefix_cache_entries": ("prefix_cache_entries", "KV caches kept for reuse."),
     "weights_bytes": ("weights_bytes", "Bytes of the loaded models' weights."),

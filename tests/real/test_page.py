@@ -150,7 +150,7 @@ def test_it_shows_what_runs(browser):
     with page_of(browser, lambda _: gate.backend(endless=True, capacity=1)) as (visit, server):
         try:
             visit.ask("hi")
-            visit.shows("#requests tr", "prefill")
+            visit.shows("#requests tr", "queued")
             gate.let(5)
             visit.shows("#requests tr", "decoding")
             visit.shows("#requests tr td:nth-child(2)", "5")

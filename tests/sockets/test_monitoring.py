@@ -89,30 +89,64 @@ def test_an_answer_is_counted():
         assert [model["name"] for model in body["models"]] == ["fake"]
 
 
+class Steps:
+    """A model's steps in the test's hands: each waits until it is let."""
+
+    def __init__(self):
+        self.allowed = threading.Semaphore(0)
+        self.is_open = False
+
+    def backend(self, **kwargs):
+        return FakeBackend(on_step=self._wait, **kwargs)
+
+    def open(self):
+        self.is_open = True
+        self.allowed.release()
+
+    def _wait(self, _jobs):
+        assert self.is_open or self.allowed.acquire(timeout=20)
+
+
+def phases(server):
+    return [request["phase"] for request in stats(server)["requests"]]
+
+
 def test_a_running_request_is_shown_and_its_text_is_not():
-    with held() as (server, gate), streaming(server):
-        until(lambda: [r["phase"] for r in stats(server)["requests"]] == ["prefill"], "a request in prefill")
-        (request,) = stats(server)["requests"]
-        assert (request["id"], request["model"], request["route"]) == ("mine", "fake", "/chat/completions")
-        assert (request["prompt_tokens"], request["output_tokens"], request["tokens_per_s"]) == (N_PROMPT, 0, None)
-        assert request["first_token_s"] is None
-        assert request["age_s"] >= 0
-        assert "user" not in json.dumps(stats(server))
-        gate.set()
-        until(lambda: stats(server)["requests"] == [], "the end of the request")
+    steps = Steps()
+    with serving(lambda _: steps.backend()) as server:
+        try:
+            with streaming(server):
+                until(lambda: phases(server) == ["queued"], "the request")
+                (request,) = stats(server)["requests"]
+                assert (request["id"], request["model"], request["route"]) == ("mine", "fake", "/chat/completions")
+                assert (request["output_tokens"], request["tokens_per_s"]) == (0, None)
+                assert request["first_token_s"] is None
+                assert request["age_s"] >= 0
+                steps.allowed.release(3)
+                until(lambda: stats(server)["requests"][0]["output_tokens"] == 3, "three tokens")
+                (request,) = stats(server)["requests"]
+                assert (request["phase"], request["prompt_tokens"]) == ("decoding", N_PROMPT)
+                assert request["tokens_per_s"] > 0
+                assert request["first_token_s"] > 0
+                assert "user" not in json.dumps(stats(server))
+                steps.open()
+                until(lambda: stats(server)["requests"] == [], "the end of the request")
+        finally:
+            steps.open()
 
 
 def test_a_request_that_waits_is_queued():
-    gate = threading.Event()
-    backend = FakeBackend(capacity=1, on_step=lambda _: gate.wait(20))
-    with serving(lambda _: backend) as server:
+    steps = Steps()
+    with serving(lambda _: steps.backend(capacity=1)) as server:
         try:
             with streaming(server), streaming(server):
-                until(lambda: stats(server)["n_requests"] == 2, "both requests")
-                until(lambda: [r["phase"] for r in stats(server)["requests"]] == ["prefill", "queued"], "one waits")
+                steps.allowed.release(1)
+                until(lambda: phases(server) == ["decoding", "queued"], "one runs, one waits")
                 assert (stats(server)["running"], stats(server)["waiting"]) == (1, 1)
+                (model,) = stats(server)["models"]
+                assert (model["running"], model["waiting"]) == (1, 1)
         finally:
-            gate.set()
+            steps.open()
 
 
 def test_an_early_leaver_is_a_cancellation():
