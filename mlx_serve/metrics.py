@@ -153,8 +153,12 @@ class Metrics:
         )
         self.inter_token = Histogram("inter_token_latency_seconds", "Between a sequence's tokens.", _TOKEN_S)
         self.whole = Histogram("e2e_request_latency_seconds", "From a request's last byte to its end.", _REQUEST_S)
-        self.queue_time = Histogram("request_queue_time_seconds", "From submission to being admitted.", _REQUEST_S)
-        self.prefill_time = Histogram("request_prefill_time_seconds", "From admission to the first token.", _REQUEST_S)
+        self.queue_time = Histogram(
+            "request_queue_time_seconds", "From submission to the beginning of the prefill.", _REQUEST_S
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "From the beginning of the prefill to the first token.", _REQUEST_S
+        )
         self.decode_time = Histogram("request_decode_time_seconds", "From the first token to the last.", _REQUEST_S)
         self.prompt_length = Histogram("request_prompt_tokens", "Prompt tokens of a sequence.", _TOKENS)
         self.output_length = Histogram("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
@@ -237,7 +241,7 @@ class Trace:
         self.metrics.enter(self)
 
     def admitted(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """One of its sequences left the queue."""
+        """The prefill of one of its sequences begins."""
         metrics, now = self.metrics, self.metrics.clock()
         if self.admitted_at is None:
             self.admitted_at = now

@@ -159,7 +159,7 @@ function show(stats) {
   showRequests(stats);
   showPairs("memory", [
     ["Weights", bytes(stats.memory.weights_bytes)],
-    ["KV caches", bytes(stats.memory.kv_bytes)],
+    ["KV caches, at most", bytes(stats.memory.kv_bytes)],
     ["Prefix cache", bytes(stats.memory.prefix_cache_bytes)],
     ["MLX active", bytes(stats.memory.active_bytes)],
     ["MLX peak", bytes(stats.memory.peak_bytes)],
