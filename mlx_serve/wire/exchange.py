@@ -157,7 +157,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+        now = time.monotonic()
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
@@ -235,7 +236,10 @@ class Exchange:
             client=self._client,
             notes=self._notes,
         )
-        log_request(entry, self._setting.options.log_format)
+        options = self._setting.options
+        is_routine = entry.path in options.quiet_paths and entry.status < 400
+        log_request(entry, options.log_format, logging.DEBUG if is_routine else logging.INFO)
+        options.on_end(entry)
 
 
 def own_fields(options: ServerOptions, request_id: str) -> Fields:
