@@ -252,7 +252,7 @@ class _Choice:
         if self.n_calls and reason == "stop":
             reason = "tool_calls"
         usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
-        return Finish(self.job.index, reason, usage)
+        return Finish(self.job.index, reason, usage, self.cutter.match)
 
 
 class _Logprobs:

@@ -150,7 +150,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+        query = head.target.partition("?")[2]
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, query)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
@@ -186,7 +187,7 @@ class Exchange:
     def _fields(self) -> Fields:
         options = self._setting.options
         ms = int((time.monotonic() - self._started) * 1000)
-        own = (("Server", options.server_name), ("x-request-id", self._request_id), ("openai-processing-ms", str(ms)))
+        own = (("Server", options.server_name), *id_fields(self._request_id), ("openai-processing-ms", str(ms)))
         return own + (access.cors_fields(options.access, self._head.headers) if self._head else ())
 
     def _fail(self) -> None:
@@ -201,7 +202,8 @@ class Exchange:
 
     def _error(self, error: ApiError) -> Response:
         """The application's words, with the header fields of the error if it left them out."""
-        response = self._setting.application.error(error)
+        path = self._head.path if self._head is not None else ""
+        response = self._setting.application.error(error, path, self._request_id)
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
         return replace(response, headers=response.headers + missing)
@@ -230,6 +232,11 @@ class Exchange:
 
 def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
+
+
+def id_fields(request_id: str) -> Fields:
+    """By OpenAI's name and by Anthropic's: their clients read one each."""
+    return (("x-request-id", request_id), ("request-id", request_id))
 
 
 def _request_id(head: Head | None) -> str:

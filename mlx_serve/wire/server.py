@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from mlx_serve.wire.admission import unavailable
-from mlx_serve.wire.exchange import Setting, new_request_id
+from mlx_serve.wire.exchange import Setting, id_fields, new_request_id
 from mlx_serve.wire.listener import Listener
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Manner, whole
@@ -63,7 +63,9 @@ class Server:
 
     def _full(self) -> bytes:
         error = unavailable("too many connections", code="too_many_connections")
-        response = self._application.error(error)
+        # Nothing was read of the request, so its path is not known.
+        request_id = new_request_id()
+        response = self._application.error(error, "", request_id)
         body = response.body if isinstance(response.body, bytes) else b""
-        fields = (("Server", self._options.server_name), ("x-request-id", new_request_id()), *error.headers)
+        fields = (("Server", self._options.server_name), *id_fields(request_id), *error.headers)
         return whole(response, body, fields, Manner())

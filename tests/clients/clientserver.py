@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 from apikit import DEADLINE_S, until
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.core import ApiError, Job, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
@@ -154,8 +155,8 @@ class Checked:
         )
         return replace(response, body=_CheckedStream(response.body, check, self.faults))
 
-    def error(self, error: ApiError) -> Response:
-        response = self._app.error(error)
+    def error(self, error: ApiError, path: str, request_id: str) -> Response:
+        response = self._app.error(error, path, request_id)
         self._check(schema.ERROR, response.body)
         self.n_errors += 1
         return response

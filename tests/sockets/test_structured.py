@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 from apikit import DEADLINE_S, ENTRY, Running, events, serving
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.scheduler import Scheduler
