@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api import errors, models, render, schema
+from mlx_serve.api import errors, messages, models, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.serving import (
     Reply,
@@ -136,6 +136,8 @@ def health(services: Services, request: RawRequest) -> Response:
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
     ("POST", "/completions"): completions,
+    ("POST", "/messages"): messages.messages,
+    ("POST", "/messages/count_tokens"): messages.count_tokens,
     ("GET", "/models"): models.list_models,
     ("GET", "/models/"): models.get_model,
     ("GET", "/health"): health,

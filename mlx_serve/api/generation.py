@@ -56,6 +56,8 @@ class OutputOptions:
     forced_call: bool = False
     # Further calls are dropped, and end the answer. None: as many as the model makes.
     max_calls: int | None = None
+    # The answer goes on from text that the prompt ends with.
+    continues: bool = False
 
 
 class Generation:
@@ -97,6 +99,11 @@ class Generation:
             yield from self._deltas()
         finally:
             self.cancel()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first job's prompt; asked before the iteration, and 0 while it has not left the queue."""
+        return self._early.cached_tokens if isinstance(self._early, Started) else 0
 
     def cancel(self) -> None:
         """Free the places of the jobs that have not ended."""
@@ -182,7 +189,8 @@ class _Choice:
         self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
         in_reasoning = self.job.prompt.in_reasoning
         self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
-        self.detokenizer = Detokenizer(self.tokenizer.decode, ())
+        context = self.job.prompt.tokens if self.options.continues else ()
+        self.detokenizer = Detokenizer(self.tokenizer.decode, (), context)
 
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):
