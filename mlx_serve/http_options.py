@@ -14,7 +14,7 @@ from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.server import Server
 
 # Open without a key, and while the server drains.
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health"})
 
 
 def bind(settings: Config, app: Application) -> Server:

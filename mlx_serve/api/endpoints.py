@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api import errors, messages, models, render, schema
+from mlx_serve.api import errors, messages, models, render, schema, tokenize
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.serving import (
     Reply,
@@ -21,11 +21,12 @@ from mlx_serve.api.serving import (
     find_model,
     json_response,
     make_jobs,
+    request_prompt,
 )
 from mlx_serve.core import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
-from mlx_serve.text.prompt import chat_prompt, text_prompt
+from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.wire import sse
 
@@ -57,22 +58,16 @@ class Api:
 def _matches(route: str, path: str) -> bool:
     # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself.
     plain = path.removeprefix("/v1") if path.startswith("/v1/") else path
-    return plain.startswith(route) and len(plain) > len(route) if route.endswith("/") else plain == route
+    takes_name = route.endswith("/") and route != "/"
+    return plain.startswith(route) and len(plain) > len(route) if takes_name else plain == route
 
 
 def chat_completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/chat/completions"""
     body = schema.parse(schema.ChatRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
-    check_length(services, entry, tokenizer, sum(len(m.content or "") for m in body.messages), "messages")
     grammar = compiled_grammar(services, entry, body.rule(), body.must_call)
-    prompt = chat_prompt(
-        tokenizer,
-        [message.as_dict() for message in body.messages],
-        tools=body.offered_tools,
-        options={**services.template_options, **body.template_options},
-        role_mapping=body.role_mapping,
-    )
+    prompt = request_prompt(services, entry, tokenizer, body)
     options = OutputOptions(
         tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
     )
@@ -133,14 +128,23 @@ def health(services: Services, request: RawRequest) -> Response:
     return json_response(body, status=200 if status == "ok" else 503)
 
 
+def root(services: Services, request: RawRequest) -> Response:
+    """GET /: Claude Code asks for it with HEAD, to see whether anybody is there."""
+    return json_response({"name": "mlx-serve"})
+
+
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
     ("POST", "/completions"): completions,
     ("POST", "/messages"): messages.messages,
     ("POST", "/messages/count_tokens"): messages.count_tokens,
+    ("POST", "/tokenize"): tokenize.tokenize,
+    ("POST", "/detokenize"): tokenize.detokenize,
+    ("POST", "/apply-template"): tokenize.apply_template,
     ("GET", "/models"): models.list_models,
     ("GET", "/models/"): models.get_model,
     ("GET", "/health"): health,
+    ("GET", "/"): root,
 }
 
 

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.api.schema import Defaults
+from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.core import ApiError, ClientGone, Event, Gate, Job, Prompt, RawRequest, Response, Sampling
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Function, Rule, compile_forced_call, compile_rule
+from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -170,6 +171,18 @@ def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
     # mlx_lm.server loads whatever path or repository a client names; here the operator decides.
     if wanted not in (None, DEFAULT_NAME, offered):
         raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
+
+
+def request_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
+    """The prompt of a chat request. Raises ApiError 400 when it cannot fit, or the template refuses it."""
+    check_length(services, entry, tokenizer, sum(len(m.content or "") for m in body.messages), "messages")
+    return chat_prompt(
+        tokenizer,
+        [message.as_dict() for message in body.messages],
+        tools=body.offered_tools,
+        options={**services.template_options, **body.template_options},
+        role_mapping=body.role_mapping,
+    )
 
 
 def compiled_grammar(

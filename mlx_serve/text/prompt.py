@@ -164,7 +164,8 @@ def _filled(tools: Sequence[Any]) -> list[Any]:
 def _renderings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages, and then in forms that more templates take: a call's arguments as text or wrapped, turns joined."""
     merged = merge_turns(messages)
-    for form in (list(messages), merged, _without_system(merged)):
+    folded = _with_text_in_results(merged)
+    for form in (list(messages), merged, _without_system(merged), folded, _without_system(folded)):
         for way in ("object", "text", "wrapped"):
             yield [_with_arguments(message, way) for message in form]
 
@@ -210,6 +211,17 @@ def merge_turns(messages: Sequence[Message]) -> list[Message]:
 def _may_join(first: Message, second: Message) -> bool:
     same = first["role"] == second["role"] and first["role"] in ("user", "assistant")
     return same and not (first.keys() | second.keys()) & {"tool_calls", "reasoning_content", "thinking"}
+
+
+def _with_text_in_results(messages: Sequence[Message]) -> list[Message]:
+    """For templates that want an answer right behind a tool's result: what a user adds to it goes into it."""
+    out: list[Message] = []
+    for message in messages:
+        if out and (out[-1]["role"], message["role"]) == ("tool", "user"):
+            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
+        else:
+            out.append(message)
+    return out
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:

@@ -54,7 +54,7 @@ class Running:
 def read(response: http.client.HTTPResponse):
     raw = response.read().decode()
     kind = response.headers.get_content_type()
-    return response.status, response.headers, json.loads(raw) if kind == "application/json" else raw
+    return response.status, response.headers, json.loads(raw) if raw and kind == "application/json" else raw
 
 
 def events(text: str) -> list:
