@@ -143,6 +143,8 @@ class MessagesRequest(CountRequest):
     top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     output_config: _OutputConfig = _OutputConfig()
+    # The older name of output_config.format.
+    output_format: _Format | None = None
 
     def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
         """How tokens are chosen; what the request leaves out comes from ``defaults``."""
@@ -186,7 +188,7 @@ class MessagesRequest(CountRequest):
 
     def rule(self) -> Rule | None:
         """What the text must be; nothing when there has to be a call, and so no text."""
-        wanted = self.output_config.format
-        if wanted is None or self.must_call:
-            return None
-        return Rule("json_schema", wanted.schema_, "output_config.format.schema")
+        wanted, param = self.output_config.format, "output_config.format.schema"
+        if wanted is None:
+            wanted, param = self.output_format, "output_format.schema"
+        return Rule("json_schema", wanted.schema_, param) if wanted is not None and not self.must_call else None

@@ -19,6 +19,7 @@ import pytest
 from apikit import DEADLINE_S, until
 
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.errors import is_anthropic
 from mlx_serve.api.serving import Services
 from mlx_serve.core import ApiError, Job, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
@@ -145,6 +146,9 @@ class Checked:
     def __call__(self, request: RawRequest) -> Response:
         self.requests.append(request)
         response = self._app(request)
+        if is_anthropic(request.path):
+            # Their own package has the types: test_client_anthropic.py.
+            return response
         if isinstance(response.body, bytes):
             self._check(_whole_schema(request.path), response.body)
             return response
@@ -157,7 +161,8 @@ class Checked:
 
     def error(self, error: ApiError, path: str, request_id: str) -> Response:
         response = self._app.error(error, path, request_id)
-        self._check(schema.ERROR, response.body)
+        if not is_anthropic(path):
+            self._check(schema.ERROR, response.body)
         self.n_errors += 1
         return response
 
@@ -190,7 +195,11 @@ class Served:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"{self.root_url}/v1"
+
+    @property
+    def root_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def bodies(self) -> list[dict]:
         """What clients sent."""
