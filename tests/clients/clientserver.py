@@ -146,8 +146,8 @@ class Checked:
     def __call__(self, request: RawRequest) -> Response:
         self.requests.append(request)
         response = self._app(request)
-        if is_anthropic(request.path):
-            # Their own package has the types: test_client_anthropic.py.
+        if is_anthropic(request.path) or request.path == "/":
+            # Not OpenAI's. Anthropic's own package has the types: test_client_anthropic.py.
             return response
         if isinstance(response.body, bytes):
             self._check(_whole_schema(request.path), response.body)
@@ -209,6 +209,10 @@ class Served:
         """From here on new requests are refused with 503, as in a shutdown."""
         self._scheduler.stop()
 
+    @property
+    def n_refused(self) -> int:
+        return self._app.n_errors
+
     def n_running(self) -> int:
         return self._scheduler.health().running
 
@@ -265,12 +269,13 @@ def served(
     capacity: int = 32,
     max_queue: int = 128,
     api_keys: tuple[str, ...] = (),
+    context_tokens: int | None = CONTEXT_TOKENS,
 ) -> Iterator[Served]:
     """A server that is up, and after the block down. Without a script its answers are endless; and a bound context."""
     steps = Steps(held=held)
     answer = _endless if script is None else _answer(script)
     models = FakeModels(lambda _: FakeBackend(capacity=capacity, answer=answer, on_step=steps))
-    context_tokens = None if script is None else CONTEXT_TOKENS
+    context_tokens = None if script is None else context_tokens
     entry = ModelEntry(MODEL, Path(MODEL), 1_700_000_000, context_tokens=context_tokens, vocab_size=262)
     scheduler = Scheduler(models.open_backend, max_queue=max_queue)
     worker = Worker(scheduler, None, models.close)
