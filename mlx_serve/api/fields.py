@@ -149,7 +149,7 @@ ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 Content = Annotated[Str | None, BeforeValidator(_content)]
-TemplateOptions = Annotated[dict[str, Any], AfterValidator(_template_options)]
+TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
 TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 
