@@ -9,7 +9,9 @@ import pytest
 from apikit import DEADLINE_S, read, serving, until
 from messageskit import as_message, ask, check_order, joined, parse, stream, whole
 
-from mlx_serve.core import ApiError
+from mlx_serve.api import messages_render
+from mlx_serve.api.errors import as_anthropic_object
+from mlx_serve.core import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.framing import FramingLimits
 from tests.pure.formatkit import deepseek, gpt_oss, qwen3
@@ -451,8 +453,6 @@ def test_a_failure_before_the_first_token_has_its_own_status():
 
 
 def test_an_error_of_any_status_has_a_type():
-    from mlx_serve.api.errors import as_anthropic_object
-
     def kind(status: int) -> str:
         return as_anthropic_object(ApiError(status, "x"), "")["error"]["type"]
 
@@ -473,3 +473,19 @@ def test_the_order_check_sees_what_is_out_of_order(server):
     events = stream(server)
     with pytest.raises(AssertionError):
         check_order([event for event in events if event["type"] != "content_block_stop"])
+
+
+def test_a_server_that_shuts_down_is_overloaded():
+    with serving() as server:
+        assert server.server.drain(0)
+        assert refused(server)[:2] == (503, "overloaded_error")
+
+
+def test_long_pieces_are_split_into_short_lines():
+    long = "é" * 20_000
+    deltas = [Text(0, "content", long), ToolCallStart(0, 0, "add"), ToolCallArguments(0, 0, f'{{"a": "{long}"}}')]
+    found = list(messages_render.events("fake", 1, 0, [*deltas, Finish(0, "tool_calls", Usage(1, 1))]))
+    check_order(found)
+    assert max(len(json.dumps(event)) for event in found) < 65_536
+    text, call = messages_render.fold(found)["content"]
+    assert (text["text"], call["input"]) == (long, {"a": long})
