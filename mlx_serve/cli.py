@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options
 from mlx_serve.api import page
-from mlx_serve.api.endpoints import Api, Services, Tokenizers
+from mlx_serve.api.endpoints import Api
 from mlx_serve.api.schema import Defaults
+from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine import backend

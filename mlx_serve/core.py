@@ -68,10 +68,10 @@ class ClientGone(Exception):
 class RawRequest:
     """One HTTP request, read whole, before anything looked into its body.
 
-    ``path`` is percent-decoded and without the query. ``headers`` has lower-case names; a repeated field is joined
-    with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects what the layers above want in this
-    request's log line (model, token counts, finish reason). ``received_at`` is when the last byte was here, on the
-    monotonic clock.
+    ``path`` is percent-decoded and without the query, which is in ``query`` as it came. ``headers`` has lower-case
+    names; a repeated field is joined with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects
+    what the layers above want in this request's log line (model, token counts, finish reason). ``received_at`` is when
+    the last byte was here, on the monotonic clock.
     """
 
     method: str
@@ -82,6 +82,7 @@ class RawRequest:
     alive: Callable[[], bool]
     notes: MutableMapping[str, str | int] = field(default_factory=dict)
     received_at: float | None = None
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +273,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one choice, with what that choice alone cost."""
+    """The end of one choice, with what that choice alone cost, and the stop string that ended it, if one did."""
 
     index: int
     reason: FinishReason
     usage: Usage
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

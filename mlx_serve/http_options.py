@@ -18,7 +18,7 @@ from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.server import Server
 
 # Open without a key, and while the server drains.
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/ready", "/v1/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/v1/ready"})
 # The page and Prometheus ask every few seconds.
 QUIET_PATHS = frozenset({"/stats", "/v1/stats", "/metrics", "/v1/metrics"})
 

@@ -60,6 +60,8 @@ class OutputOptions:
     echoes: tuple[str, ...] = ()
     # Further calls are dropped, and end the answer. None: as many as the model makes.
     max_calls: int | None = None
+    # The answer goes on from text that the prompt ends with.
+    continues: bool = False
 
 
 class Generation:
@@ -110,6 +112,11 @@ class Generation:
             # What has not ended by now has failed.
             self._trace.close(failed=True)
             self.cancel()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first job's prompt; asked before the iteration, and 0 while it has not left the queue."""
+        return self._early.cached_tokens if isinstance(self._early, Started) else 0
 
     def cancel(self) -> None:
         """Free the places of the jobs that have not ended."""
@@ -204,7 +211,8 @@ class _Choice:
         self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
         in_reasoning = self.job.prompt.in_reasoning
         self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
-        self.detokenizer = Detokenizer(self.tokenizer, ())
+        context = self.job.prompt.tokens if self.options.continues else ()
+        self.detokenizer = Detokenizer(self.tokenizer, (), context)
 
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):
@@ -286,7 +294,7 @@ class _Choice:
         if self.n_calls and reason == "stop":
             reason = "tool_calls"
         usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
-        return Finish(self.job.index, reason, usage)
+        return Finish(self.job.index, reason, usage, self.cutter.match)
 
 
 class _Logprobs:

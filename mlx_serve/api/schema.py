@@ -308,7 +308,7 @@ class CompletionRequest(_Request):
         return 0 if self.n_samples > self.n else self.wanted_logprobs
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", bound=Model)
 
 
 def parse(kind: type[R], body: bytes) -> R:

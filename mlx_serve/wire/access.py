@@ -48,7 +48,7 @@ def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, st
     if path not in policy.open_paths and not is_preflight(method, headers) and not _key_given(policy, headers):
         raise ApiError(
             401,
-            "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY.",
+            "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY or x-api-key: KEY.",
             code="invalid_api_key",
             headers=(("WWW-Authenticate", "Bearer"),),
         )
@@ -65,7 +65,7 @@ def cors_fields(policy: AccessPolicy, headers: Mapping[str, str]) -> Fields:
         return ()
     return (
         ("Access-Control-Allow-Origin", origin),
-        ("Access-Control-Expose-Headers", "x-request-id, retry-after"),
+        ("Access-Control-Expose-Headers", "x-request-id, request-id, retry-after"),
         ("Vary", "Origin"),
     )
 

@@ -157,8 +157,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        now = time.monotonic()
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now)
+        now, query = time.monotonic(), head.target.partition("?")[2]
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now, query)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
@@ -212,7 +212,8 @@ class Exchange:
 
     def _error(self, error: ApiError) -> Response:
         """The application's words, with the header fields of the error if it left them out."""
-        response = self._setting.application.error(error)
+        path = self._head.path if self._head is not None else ""
+        response = self._setting.application.error(error, path, self._request_id)
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
         return replace(response, headers=response.headers + missing)
@@ -244,7 +245,9 @@ class Exchange:
 
 def own_fields(options: ServerOptions, request_id: str) -> Fields:
     """What every reply says of itself."""
-    return (("Server", options.server_name), ("x-request-id", request_id), ("openai-version", OPENAI_VERSION))
+    # The id by OpenAI's name and by Anthropic's: their clients read one each.
+    ids = (("x-request-id", request_id), ("request-id", request_id))
+    return (("Server", options.server_name), *ids, ("openai-version", OPENAI_VERSION))
 
 
 def new_request_id() -> str:

@@ -20,7 +20,8 @@ class Application(Protocol):
 
     def __call__(self, request: RawRequest) -> Response: ...
 
-    def error(self, err: ApiError) -> Response: ...
+    def error(self, err: ApiError, path: str, request_id: str) -> Response:
+        """The reply that an error becomes, in the words of the route's clients; ``path`` is "" when it is not known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,9 +67,10 @@ class Server:
 
     def _full(self) -> bytes:
         error = unavailable("too many connections", code="too_many_connections")
-        response = self._application.error(error)
-        body = response.body if isinstance(response.body, bytes) else b""
+        # Nothing was read of the request, so its path is not known.
         request_id = new_request_id()
+        response = self._application.error(error, "", request_id)
+        body = response.body if isinstance(response.body, bytes) else b""
         notes = {"error": error.code or error.type}
         self._options.on_end(RequestLog("-", "-", error.status, 0, len(body), 0.0, request_id, "-", notes))
         return whole(response, body, own_fields(self._options, request_id) + error.headers, Manner())

@@ -116,6 +116,12 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", None),
         ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning", "invalid_type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": ["\ud800"]}}}]},
+            "tools[0].function.parameters",
+            None,
+        ),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs", None),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
         ({"model": 5}, "model", "invalid_type"),
         ({"stream": "yes"}, "stream", "invalid_type"),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
 from mlx_serve.engine.scheduler import Limits, Scheduler
@@ -53,7 +54,7 @@ class Running:
 def read(response: http.client.HTTPResponse):
     raw = response.read().decode()
     kind = response.headers.get_content_type()
-    return response.status, response.headers, json.loads(raw) if kind == "application/json" else raw
+    return response.status, response.headers, json.loads(raw) if raw and kind == "application/json" else raw
 
 
 def events(text: str) -> list:

@@ -325,9 +325,13 @@ def test_without_tools_nothing_is_a_tool_call():
 
 
 def test_models_are_listed_and_found(server):
-    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve"}
-    model |= {"root": "fake", "loaded": False, "max_model_len": 4096}
-    assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model]}
+    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
+    model |= {"root": "fake", "loaded": False}
+    # What Anthropic's clients read of it.
+    model |= {"type": "model", "display_name": "fake", "created_at": "2023-11-14T22:13:20Z"}
+    model |= {"lifecycle": "active", "max_input_tokens": 4096}
+    pages = {"has_more": False, "first_id": "fake", "last_id": "fake"}
+    assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model], **pages}
     assert server.request("GET", "/v1/models/fake")[2] == model
 
 

@@ -5,10 +5,12 @@ import sys
 import threading
 
 import jsonschema
+import messageskit
 import pytest
 from apikit import DEADLINE_S, ENTRY, Running, events, serving
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.scheduler import Limits, Scheduler
@@ -250,3 +252,41 @@ def test_without_the_extra_everything_else_works(fake, monkeypatch):
         assert status == 400
         assert "pip install 'mlx-serve[structured]'" in body["error"]["message"]
     ok(fake.chat(tools=[TIME], response_format={"type": "text"}))
+
+
+# Anthropic's dialect
+
+READ = {"name": "get_time", "input_schema": {"type": "object", "maxProperties": 0}}
+ASK = {"name": "get_weather", "input_schema": PARAMETERS["get_weather"]}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_message_s_forced_call_conforms(server, choice):
+    fields = {"tools": [READ, ASK], "tool_choice": choice, "temperature": 1, "max_tokens": 200}
+    names = set()
+    for _ in range(4):
+        message = messageskit.whole(server, model="tiny", **fields)
+        (call,) = message["content"]
+        assert (call["type"], message["stop_reason"]) == ("tool_use", "tool_use")
+        jsonschema.validate(call["input"], PARAMETERS[call["name"]])
+        names.add(call["name"])
+    assert choice["type"] == "any" or names == {"get_weather"}
+    streamed = messageskit.joined(messageskit.stream(server, model="tiny", **fields))
+    (call,) = streamed["content"]
+    jsonschema.validate(json.loads(call["input"]), PARAMETERS[call["name"]])
+
+
+@pytest.mark.parametrize("field", [{"output_config": {"format": ...}}, {"output_format": ...}])
+def test_a_message_s_format_holds(server, field):
+    wanted_format = {"type": "json_schema", "schema": SCHEMA}
+    fields = json.loads(json.dumps(field, default=lambda _: wanted_format))
+    message = messageskit.whole(server, model="tiny", temperature=1, **fields)
+    (block,) = message["content"]
+    jsonschema.validate(json.loads(block["text"]), SCHEMA)
+
+
+def test_a_message_s_schema_that_cannot_be_compiled_names_its_field(server):
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}
+    status, _, body = messageskit.ask(server, model="tiny", **fields)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "output_config.format.schema" in body["error"]["message"]
