@@ -396,7 +396,7 @@ def test_a_client_names_no_paths(server):
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models/fake", 405),
