@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, config, demo, http_options, logs
-from mlx_serve.api.endpoints import Api, Services, Tokenizers
+from mlx_serve.api.endpoints import Api
 from mlx_serve.api.schema import Defaults
+from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
@@ -32,8 +33,8 @@ from mlx_serve.wire.server import Server
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of them
-# the server is started.
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called. Without one of
+# them the server is started.
 COMMANDS: dict[str, str] = {}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256

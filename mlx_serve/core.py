@@ -56,9 +56,9 @@ class ClientGone(Exception):
 class RawRequest:
     """One HTTP request, read whole, before anything looked into its body.
 
-    ``path`` is percent-decoded and without the query. ``headers`` has lower-case names; a repeated field is joined
-    with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects what the layers above want in this
-    request's log line (model, token counts, finish reason).
+    ``path`` is percent-decoded and without the query, which is in ``query`` as it came. ``headers`` has lower-case
+    names; a repeated field is joined with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects
+    what the layers above want in this request's log line (model, token counts, finish reason).
     """
 
     method: str
@@ -68,6 +68,7 @@ class RawRequest:
     request_id: str
     alive: Callable[[], bool]
     notes: MutableMapping[str, str | int] = field(default_factory=dict)
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+        query = head.target.partition("?")[2]
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, query)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
