@@ -22,6 +22,7 @@ from typing import Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, config, demo, http_options, logs
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
 from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
@@ -225,6 +226,9 @@ def services(
         adapter=settings.adapter_path,
         draft_model=settings.draft_model,
         draining=draining,
+        responses=ResponseStore(
+            settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -56,8 +57,12 @@ class Api:
 
 
 def _matches(route: str, path: str) -> bool:
-    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself.
+    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself; {id} holds none.
     plain = path.removeprefix("/v1") if path.startswith("/v1/") else path
+    start, is_open, end = route.partition("{id}")
+    if is_open:
+        middle = plain[len(start) : len(plain) - len(end)]
+        return plain == start + middle + end and middle != "" and "/" not in middle
     return plain.startswith(route) and len(plain) > len(route) if route.endswith("/") else plain == route
 
 
@@ -152,6 +157,12 @@ ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("GET", "/models"): list_models,
     ("GET", "/models/"): get_model,
     ("GET", "/health"): health,
+    ("POST", "/responses"): responses.create,
+    ("POST", "/responses/input_tokens"): responses.input_tokens,
+    ("GET", "/responses/{id}"): responses.get,
+    ("DELETE", "/responses/{id}"): responses.delete,
+    ("GET", "/responses/{id}/input_items"): responses.input_items,
+    ("POST", "/responses/{id}/cancel"): responses.cancel,
 }
 
 

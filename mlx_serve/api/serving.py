@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
 from mlx_serve.core import ApiError, ClientGone, Event, Gate, Job, Prompt, RawRequest, Response, Sampling
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry
@@ -53,6 +54,8 @@ class Services:
     draining: Callable[[], bool] = lambda: False
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
+    # What clients of the Responses dialect may come back to.
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
 
 class Sampled(Protocol):
