@@ -6,11 +6,13 @@ Every whole answer and every event is checked against the types of OpenAI's own 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from mlx_serve.api.responses.store import ResponseStore
+from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer
 from tests.sockets import apikit
 
@@ -155,7 +157,9 @@ def plain(value):
 
 
 @contextmanager
-def scripted(*, store: ResponseStore | None = None, on_step=None, **services) -> Iterator[Scripted]:
+def scripted(
+    *, store: ResponseStore | None = None, on_step=None, context_tokens: int = 4096, names=("fake",), **services
+) -> Iterator[Scripted]:
     """A running server with a script that is still empty."""
     tokenizer = FakeTokenizer(render=render_turns)
     script = Scripted(tokenizer)
@@ -163,6 +167,7 @@ def scripted(*, store: ResponseStore | None = None, on_step=None, **services) ->
         patch.setattr(apikit, "FakeModels", partial(FakeModels, tokenizer=tokenizer))
         backend = partial(FakeBackend, answer=script.answer, on_step=on_step)
         kept = ResponseStore() if store is None else store
-        with apikit.serving(lambda _: backend(), responses=kept, **services) as server:
+        catalog = Catalog(replace(apikit.ENTRY, context_tokens=context_tokens), list(names))
+        with apikit.serving(lambda _: backend(), catalog=catalog, responses=kept, **services) as server:
             script.server = server
             yield script

@@ -137,7 +137,7 @@ def test_a_stream_has_every_event_in_its_order(model):
 
 def test_reasoning_is_an_item_with_its_text(model):
     response, found = model.both("<think>Hm.</think>Yes.")
-    reasoning, message = response["output"]
+    reasoning, _ = response["output"]
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
     assert (reasoning["summary"], "encrypted_content" in reasoning) == ([], False)
     assert text_of(response) == "Yes."

@@ -37,25 +37,22 @@ class FreeText:
                 return ""
             self._is_open = True
             self._pending = self._pending[match.end() :]
-        return self._read(at_end=False)
+        return self._read()
 
     def flush(self) -> str:
-        """The rest."""
-        if self._is_open:
-            return "" if self._is_closed else self._read(at_end=True)
-        return _only_text(self._pending)
+        """The rest. Half an escape was cut off, and is no text."""
+        return "" if self._is_open else _only_text(self._pending)
 
-    def _read(self, *, at_end: bool) -> str:
+    def _read(self) -> str:
         out, position = [], 0
         while position < len(self._pending):
             if self._pending[position] == '"':
                 self._is_closed = True
                 break
-            if _HALF.fullmatch(self._pending, position) and not at_end:
+            if _HALF.fullmatch(self._pending, position):
                 break
             match = _STEP.match(self._pending, position)
-            if match is None:  # half an escape at the end of what was cut off
-                break
+            assert match is not None
             out.append(_plain(match.group()))
             position = match.end()
         self._pending = self._pending[position:]

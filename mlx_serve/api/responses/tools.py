@@ -118,12 +118,13 @@ class Offer:
 
     @property
     def description(self) -> str:
-        """With the grammar of its input, if it has one: that is all that the model learns of it."""
+        """Of free text also where it goes, and its grammar: that is all that the model learns of either."""
         text = self.tool.description or ""
-        if isinstance(self.tool, FunctionTool) or self.tool.format.type == "text":
+        if isinstance(self.tool, FunctionTool):
             return text
         form = self.tool.format
-        return f"{text}\n\nThe input must match this {form.syntax} grammar:\n{form.definition}".strip()
+        rule = f" It must match this {form.syntax} grammar:\n{form.definition}" if form.type == "grammar" else ""
+        return f'{text}\n\nIts free text is the value of "{INPUT}".{rule}'.strip()
 
     @property
     def parameters(self) -> dict[str, Any] | None:
