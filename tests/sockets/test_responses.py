@@ -575,6 +575,25 @@ def test_a_prompt_that_does_not_fit_says_so(model):
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
 
 
+def test_the_oldest_turns_are_left_out_when_the_client_says_so(model):
+    talk = [{"role": "system", "content": "Be kind."}]
+    for i in range(20):
+        talk += [{"role": "user", "content": f"q{i} " + "x" * 400}, {"role": "assistant", "content": f"a{i}"}]
+    talk.append({"role": "user", "content": "last"})
+    assert model.refused(input=talk)["code"] == "context_length_exceeded"
+    model.whole("Hello.", input=talk, truncation="auto", max_output_tokens=100)
+    left = model.asked()
+    assert left.startswith("[system]Be kind.\n[user]q1")
+    assert left.endswith("a19\n[user]last\n[assistant]")
+    # One turn more would not have left room for the answer.
+    assert 4096 - 100 - 430 < len(left) <= 4096 - 100
+    assert model.refused(input="x" * 5000, truncation="auto")["code"] == "context_length_exceeded"
+    assert model.refused(input="x" * 200_000, truncation="auto")["code"] == "context_length_exceeded"
+    huge = [{"role": "user", "content": "x" * 200_000}, {"role": "assistant", "content": "a"}, talk[-1]]
+    model.whole("Hello.", input=huge, truncation="auto")
+    assert model.asked() == "[user]last\n[assistant]"
+
+
 def test_only_what_runs_in_the_background_can_be_cancelled(model):
     response = model.whole("Hello.")
     assert model.post(f"/{response['id']}/cancel")[0] == 400

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -159,8 +160,19 @@ def _check_text(response: Mapping[str, Any], asked: _Asked) -> None:
 
 
 def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked) -> Prompt:
-    """The prompt; with ``truncation`` auto without the oldest turns when it does not fit. Raises ApiError 400."""
+    """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
     messages = history.as_messages(asked.items, asked.body.instructions)
+    most = context_tokens(services, entry)
+    render = partial(_render, services, entry, tokenizer, asked)
+    if asked.body.truncation == "disabled" or most is None:
+        return render(messages)
+    # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
+    return _truncated(messages, render, most - min(asked.body.wanted_tokens or 1, most // 2))
+
+
+def _render(
+    services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked, messages: Sequence[dict[str, Any]]
+) -> Prompt:
     check_length(services, entry, tokenizer, history.n_chars(messages), "input")
     return chat_prompt(
         tokenizer,
@@ -168,6 +180,33 @@ def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: 
         tools=[offer.definition() for offer in asked.body.offers()],
         options={**services.template_options, **asked.body.template_options},
     )
+
+
+def _truncated(
+    messages: list[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], Prompt], most: int
+) -> Prompt:
+    """The prompt of as many of the last turns as fit into ``most`` tokens, found by halving."""
+
+    def prompt_of(n_dropped: int) -> Prompt | None:
+        try:
+            prompt = render(history.without_oldest(messages, n_dropped))
+        except ApiError as error:
+            if error.code != "context_length_exceeded" or n_dropped == n_droppable:
+                raise
+            return None
+        return prompt if len(prompt.tokens) <= most or n_dropped == n_droppable else None
+
+    n_droppable = history.n_turns(messages) - 1
+    whole = prompt_of(0) if n_droppable > 0 else render(messages)
+    if whole is not None:
+        return whole
+    low, high = 1, n_droppable
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if prompt_of(middle) is not None else (middle + 1, high)
+    found = prompt_of(low)
+    assert found is not None
+    return found
 
 
 def _default_limit(services: Services, entry: ModelEntry) -> int:

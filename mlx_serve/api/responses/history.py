@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,26 @@ def as_messages(items: Iterable[Item], instructions: str | None = None) -> list[
             turn = None
             out.append(_other_message(item))
     return [*out, turn.message()] if turn is not None else out
+
+
+def n_turns(messages: Sequence[dict[str, Any]]) -> int:
+    """How many times a user began to speak."""
+    return len(_starts(messages))
+
+
+def without_oldest(messages: Sequence[dict[str, Any]], n_dropped: int) -> list[dict[str, Any]]:
+    """Messages without the first turns; what the system says stays. A call and its result go together."""
+    starts = _starts(messages)
+    first = starts[n_dropped] if n_dropped else 0
+    return [message for i, message in enumerate(messages) if i >= first or message["role"] == "system"]
+
+
+def _starts(messages: Sequence[dict[str, Any]]) -> list[int]:
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "user" and (i == 0 or messages[i - 1]["role"] != "user")
+    ]
 
 
 def n_chars(messages: Iterable[dict[str, Any]]) -> int:
