@@ -494,6 +494,13 @@ def test_an_id_that_a_client_made_up_is_no_reference(model):
     assert model.refused(input=[{"type": "item_reference", "id": "msg_mine"}])["param"] == "input[0].id"
 
 
+def test_a_conversation_that_has_grown_too_large_is_refused(model, monkeypatch):
+    monkeypatch.setattr("mlx_serve.api.responses.endpoints.MAX_CONVERSATION_BYTES", 1000)
+    first = model.whole("Hello.", input="x" * 500)
+    second = model.whole("Hello.", input="x" * 500, previous_response_id=first["id"])
+    assert model.refused(previous_response_id=second["id"])["param"] == "previous_response_id"
+
+
 def test_the_store_can_be_off():
     with scripted(store=ResponseStore(max_count=0)) as script:
         response = script.whole("Hello.")

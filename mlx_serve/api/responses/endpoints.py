@@ -37,6 +37,8 @@ from mlx_serve.text.tokenizer import Tokenizer
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _MAX_PAGE, _PAGE = 100, 20
+# As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
+MAX_CONVERSATION_BYTES = 32 * 2**20
 
 
 def create(services: Services, request: RawRequest) -> Response:
@@ -126,13 +128,7 @@ class _Asked:
 def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
     raw = read_object(raw_body)
     body = validated(ResponseRequest, raw)
-    before = None
-    if body.previous_response_id is not None:
-        before = store.turn(body.previous_response_id)
-        if before is None:
-            text = f"Previous response with id '{body.previous_response_id}' not found."
-            code = "previous_response_not_found"
-            raise ApiError(400, text, param="previous_response_id", code=code)
+    before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
     own: list[dict[str, Any]] = list(as_list(raw.get("input") or []))
     items = [_ITEM.validate_python(item) for item in conversation(before)]
     for i, item in enumerate(body.input):
@@ -140,6 +136,18 @@ def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
             own[i] = _referred(store, item.id, f"input[{i}].id")
         items.append(_ITEM.validate_python(own[i]) if isinstance(item, Reference) else item)
     return _Asked(raw, body, own, items, before)
+
+
+def _before(store: ResponseStore, response_id: str) -> Turn:
+    param = "previous_response_id"
+    found = store.turn(response_id)
+    if found is None:
+        text = f"Previous response with id '{response_id[:80]}' not found."
+        raise ApiError(400, text, param=param, code="previous_response_not_found")
+    if found.n_conversation_bytes > MAX_CONVERSATION_BYTES:
+        text = f"The conversation has more than {MAX_CONVERSATION_BYTES} bytes: begin a new one."
+        raise ApiError(400, text, param=param)
+    return found
 
 
 def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def new_id(kind: str) -> str:
 
 
 def seal(text: str) -> str:
-    """Reasoning as ``encrypted_content``: clients that keep nothing else of it (Codex) send this back.
+    """Reasoning as ``encrypted_content``: clients that keep nothing else of it (older Codex) send this back.
 
     It is not encrypted, for the client may read what it holds; it only has to come back whole.
     """

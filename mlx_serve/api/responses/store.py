@@ -32,8 +32,13 @@ class Turn:
     before: Turn | None
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
+    # The items of the conversation up to here, in bytes.
+    n_conversation_bytes: int = field(init=False)
     # Kept responses, and turns behind it, that need this one.
     n_users: int = 0
+
+    def __post_init__(self) -> None:
+        self.n_conversation_bytes = len(self.items) + (self.before.n_conversation_bytes if self.before else 0)
 
     @property
     def n_bytes(self) -> int:
