@@ -57,6 +57,17 @@ def test_a_command_line_for_mlx_lm_server_runs():
     assert (settings.kv_bits, settings.pipeline, settings.trust_remote_code) == (4, True, True)
 
 
+def test_kept_responses_are_bounded_by_flags():
+    settings = from_args([], {})
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (1000, 256 * 2**20, 3600.0)
+    settings = from_args(
+        ["--response-store-size", "0", "--response-store-bytes", "1MiB", "--response-store-ttl", "5"], {}
+    )
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (0, 2**20, 5.0)
+
+
 def test_model_directories_come_from_the_flag_or_the_environment():
     environ = {"MLX_MODEL_PATH": "/a:/b"}
     assert from_args([], environ).model_dir == ("/a", "/b")

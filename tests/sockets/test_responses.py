@@ -573,8 +573,9 @@ def test_bad_input_names_its_field(model, fields, param):
 def test_what_json_text_cannot_give_back_is_refused(model):
     for value in ('"a\\ud800"', "1e999"):
         raw = '{"input": "hi", "tools": [{"type": "web_search", "x": ' + value + "}]}"
-        status, _, body = model.server.request("POST", "/v1/responses", raw)
-        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+        for path in ("/v1/responses", "/v1/responses/input_tokens"):
+            status, _, body = model.server.request("POST", path, raw)
+            assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_a_prompt_that_does_not_fit_says_so(model):

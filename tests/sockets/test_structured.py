@@ -341,3 +341,10 @@ def test_what_a_response_cannot_be_held_to_is_refused(server, fields, param):
 def test_a_format_gives_way_to_a_call_in_a_response(server):
     fields = {"tools": [TIME_FLAT], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
     assert outputs(respond(server, **fields))[0]["type"] == "function_call"
+
+
+def test_the_next_turn_of_a_conversation_needs_no_new_prefill_of_the_one_before(server):
+    first = ok(respond(server, input="Say something at some length.", max_output_tokens=8, text={}))
+    usage = ok(respond(server, input="More.", max_output_tokens=4, previous_response_id=first["id"]))["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"]
+    assert usage["input_tokens"] > first["usage"]["total_tokens"] - 1

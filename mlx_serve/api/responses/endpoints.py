@@ -51,7 +51,6 @@ def create(services: Services, request: RawRequest) -> Response:
     grammar = compiled_grammar(services, entry, rule, must_call)
     stored = body.store and services.responses.keeps
     response = new_response(body, asked.raw, entry.name, services.defaults, stored=stored)
-    _check_text(response, asked)
     prompt = _prompt(services, entry, tokenizer, asked)
     tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
     options = OutputOptions(tuple(body.stop), tools, forced_call=bool(must_call), max_calls=body.max_calls)
@@ -128,6 +127,7 @@ class _Asked:
 def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
     raw = read_object(raw_body)
     body = validated(ResponseRequest, raw)
+    _check_text(raw)
     before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
     own: list[dict[str, Any]] = list(as_list(raw.get("input") or []))
     items = [_ITEM.validate_python(item) for item in conversation(before)]
@@ -158,10 +158,10 @@ def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:
     return found
 
 
-def _check_text(response: Mapping[str, Any], asked: _Asked) -> None:
+def _check_text(raw: Mapping[str, Any]) -> None:
     """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double."""
     try:
-        dumps([response, asked.own]).encode()
+        dumps(raw).encode()
     except ValueError:
         text = "The request holds half of a surrogate pair, or a number that is too large."
         raise ApiError(400, text) from None
