@@ -139,6 +139,12 @@ def test_a_kept_item_gets_what_is_missing():
     assert messages(listed(SAID)) == messages(SAID)
 
 
+def test_an_id_that_is_none_is_replaced():
+    for ids in ({}, {"id": None}, {"id": ""}, {"id": 5}):
+        assert listed(SAID | ids)["id"].startswith("msg_")
+    assert listed({"type": "", "content": 5})["type"] == ""
+
+
 def test_ids_tell_their_kind():
     kinds = ["response", "message", "reasoning", "function_call", "custom_tool_call", "web_search_call"]
     assert [new_id(kind).partition("_")[0] for kind in kinds] == ["resp", "msg", "rs", "fc", "ctc", "item"]

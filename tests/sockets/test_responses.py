@@ -5,6 +5,8 @@ import threading
 
 import pytest
 from apikit import DEADLINE_S, until
+from hypothesis import given
+from hypothesis import strategies as st
 from responsekit import events_of, joined, kinds, plain, scripted
 
 from mlx_serve.api.responses.store import ResponseStore
@@ -651,3 +653,67 @@ def test_a_mid_stream_error_of_the_engine_is_told_in_openai_s_words(model, monke
     found = model.streamed("Hello.")
     assert found[-1]["response"]["error"] == {"code": "rate_limit_exceeded", "message": "Too much."}
     model.answers.clear()
+
+
+# Whatever comes
+
+EVERYTHING = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "x"}],
+            "encrypted_content": "q",
+        },
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": "n"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "a"}]},
+        {"type": "custom_tool_call", "call_id": "d", "name": "f", "input": "x"},
+        {"type": "shell_call", "call_id": "e", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "e", "output": [{"stdout": "a", "stderr": "b", "outcome": {}}]},
+        {"type": "web_search_call", "id": "ws_1"},
+    ],
+    "tools": [
+        WEATHER,
+        PATCH | {"format": {"type": "grammar", "syntax": "regex", "definition": "a+"}},
+        {"type": "namespace", "name": "n", "description": "", "tools": [WEATHER]},
+        {"type": "web_search"},
+    ],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get_weather"}]},
+    "text": {"format": {"type": "text"}, "verbosity": "low"},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
+    "metadata": {"a": "b"},
+    "max_output_tokens": 9,
+}
+JUNK = [None, True, -1, 1.5, 10**30, "", "x", "\ud800", "required", [], {}, [None], [[]], {"type": None}, {"type": ""}]
+JUNK += [{"type": "x"}, {"type": []}, {"type": "message"}, {"type": "function"}, {"a": {"b": [1]}}]
+
+
+def places(value, path=()):
+    """The paths of all values in a JSON value."""
+    steps = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in steps:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+@given(st.sampled_from(list(places(EVERYTHING))), st.sampled_from(JUNK), st.booleans())
+def test_no_request_is_a_fault_of_ours(model, path, junk, stream):
+    body = json.loads(json.dumps(EVERYTHING)) | {"stream": stream}
+    target = body
+    for key in path[:-1]:
+        target = target[key]
+    target[path[-1]] = junk
+    model.answers[:] = ["<think>t</think>Hello."]
+    status, _, answer = model.server.request("POST", "/v1/responses", body)
+    assert status in (200, 400), answer
+    if status == 400:
+        assert answer["error"]["message"]
+        return
+    # Not against the package's types: what a client makes up comes back as it was.
+    response = json.loads(answer.split("data: ")[-1])["response"] if stream else answer
+    assert response["status"] == "incomplete"
+    assert model.get(response["id"])[2] == response
+    status, _, listed = model.get(f"{response['id']}/input_items?order=asc")
+    assert (status, len(listed["data"])) == (200, 1 if isinstance(body["input"], str) else len(body["input"]))

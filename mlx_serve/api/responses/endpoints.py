@@ -224,8 +224,9 @@ def _default_limit(services: Services, entry: ModelEntry) -> int:
 
 
 def _keeper(store: ResponseStore, asked: _Asked) -> Callable[[dict[str, Any]], None]:
+    own = [listed(item) for item in asked.own]
+
     def keep(response: dict[str, Any]) -> None:
-        own = [listed(item) for item in asked.own]
         ours = [item["id"] for item in response["output"]]
         store.keep(response, own, asked.before, ours)
 

@@ -257,9 +257,10 @@ def as_list(value: Any) -> Any:
 
 def listed(item: Mapping[str, Any]) -> dict[str, Any]:
     """A client's item as it is kept and given back: with an id, a type and a status, its text in parts."""
-    kind = item.get("type") or "message"
     out: dict[str, Any] = {key: value for key, value in item.items() if value is not None}
-    out = {"id": new_id(kind), **out, "type": kind}
+    kind = out.get("type", "message")
+    given = out.get("id")
+    out = {**out, "id": given if given and isinstance(given, str) else new_id(kind), "type": kind}
     if kind == "reasoning":
         return {"summary": [], **out}
     if kind == "message" and isinstance(out["content"], str):

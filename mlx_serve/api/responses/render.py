@@ -148,7 +148,7 @@ class ResponseWriter:
             self._open.status = "incomplete"
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         failed = {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": error.message}
-        self._response |= {"status": "failed", "error": failed, "output": self._output()}
+        self._response |= {"status": "failed", "error": failed, "incomplete_details": None, "output": self._output()}
         return self._sse(self._state("failed"))
 
     def _take(self, delta: Delta) -> Iterator[Event]:
@@ -233,8 +233,3 @@ class ResponseWriter:
         numbered = {"type": event["type"], "sequence_number": self._n_events, **event}
         self._n_events += 1
         return sse.event(dumps(numbered), event["type"])
-
-    @property
-    def item_ids(self) -> list[str]:
-        """The ids of its output."""
-        return [item.id for item in self._items]
