@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
 from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
@@ -228,6 +229,9 @@ def services(
         max_queue=settings.max_queue,
         page=page.files() if settings.ui else {},
         version=__version__,
+        responses=ResponseStore(
+            settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl
+        ),
     )
 
 

@@ -131,6 +131,12 @@ class Config:
     )
     quantized_kv_start: int = flag(_BATCH, 5000, "tokens after which the KV cache is quantized", parse=int, low=0)
 
+    response_store_size: int = flag(
+        _BATCH, 1000, "responses kept for clients that come back to them; 0: none", parse=int, low=0
+    )
+    response_store_bytes: int = flag(_BATCH, 256 * 2**20, "bytes of responses kept", parse=size, low=0)
+    response_store_ttl: float = flag(_BATCH, 3600.0, "seconds a response is kept", parse=float, low=1)
+
     host: str = flag(_HTTP, "127.0.0.1", "address to listen on")
     port: int = flag(_HTTP, 8080, "port to listen on; 0: any free one", parse=int, low=0, high=65535)
     max_body_bytes: int = flag(_LIMITS, 32 * 2**20, "largest request body", parse=size, low=1)

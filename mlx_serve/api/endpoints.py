@@ -11,6 +11,7 @@ from typing import Any
 
 from mlx_serve.api import errors, messages, models, render, schema, stats, status, tokenize
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -72,8 +73,12 @@ class Api:
 
 
 def _matches(route: str, path: str) -> bool:
-    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself.
+    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself; {id} holds none.
     plain = path.removeprefix("/v1") if path.startswith("/v1/") else path
+    start, is_open, end = route.partition("{id}")
+    if is_open:
+        middle = plain[len(start) : len(plain) - len(end)]
+        return plain == start + middle + end and middle != "" and "/" not in middle
     takes_name = route.endswith("/") and route != "/"
     return plain.startswith(route) and len(plain) > len(route) if takes_name else plain == route
 
@@ -153,6 +158,12 @@ def root(services: Services, request: RawRequest) -> Response:
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
     ("POST", "/completions"): completions,
+    ("POST", "/responses"): responses.create,
+    ("POST", "/responses/input_tokens"): responses.input_tokens,
+    ("GET", "/responses/{id}"): responses.get,
+    ("DELETE", "/responses/{id}"): responses.delete,
+    ("GET", "/responses/{id}/input_items"): responses.input_items,
+    ("POST", "/responses/{id}/cancel"): responses.cancel,
     ("POST", "/messages"): messages.messages,
     ("POST", "/messages/count_tokens"): messages.count_tokens,
     ("POST", "/tokenize"): tokenize.tokenize,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
 
 from pydantic import AliasChoices, FailFast, Field, ValidationError, model_validator
 
@@ -94,8 +94,8 @@ class _StreamOptions(Model):
     include_usage: bool = False
 
 
-class _Request(Structured):
-    """The fields that chat and plain completions share."""
+class Request(Structured):
+    """The fields that OpenAI's endpoints share."""
 
     model: Str | None = None
     stream: bool = False
@@ -160,12 +160,22 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_options(effort: Effort | None) -> dict[str, Any]:
+    """A reasoning effort for the chat template. Templates know the efforts by name, but not the absence of any."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
 # Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
 # here and are ignored, as unknown ones are: user, metadata, store, service_tier, safety_identifier, prompt_cache_key,
 # prompt_cache_retention, verbosity, prediction, web_search_options, moderation, and parallel_tool_calls without tools.
 
 
-class ChatRequest(_Request):
+class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     # At the first fault, or a body of a million faulty items would be a million errors to write down.
@@ -176,7 +186,7 @@ class ChatRequest(_Request):
     tools: Annotated[list[tool_fields.Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: tool_fields.Choice = tool_fields.AUTO
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     modalities: list[str] = Field(default_factory=lambda: ["text"])
     audio: Any = None
     functions: list[Any] = Field(default_factory=list)
@@ -219,12 +229,7 @@ class ChatRequest(_Request):
     @property
     def template_options(self) -> dict[str, Any]:
         """What the request has for the chat template."""
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            # Templates know the efforts by name, but not the absence of any.
-            effort = {"reasoning_effort": self.reasoning_effort}
-            effort = {"enable_thinking": False} if self.reasoning_effort == "none" else effort
-        return effort | self.chat_template_kwargs
+        return effort_options(self.reasoning_effort) | self.chat_template_kwargs
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -254,7 +259,7 @@ def _check_tool_messages(messages: list[Message]) -> None:
 COMPLETION_MAX_TOKENS = 16
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Request):
     """POST /v1/completions."""
 
     prompt: Prompts
@@ -313,8 +318,13 @@ R = TypeVar("R", bound=Model)
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request that ``body`` holds. Raises ApiError 400."""
+    return validated(kind, read_object(body))
+
+
+def validated(kind: type[R], value: dict[str, Any]) -> R:
+    """The request that a JSON object is. Raises ApiError 400."""
     try:
-        return kind.model_validate(read_object(body))
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _as_api_error(error) from None
     except RecursionError:

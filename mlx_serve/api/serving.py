@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mlx_serve.api import errors, render
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.core import (
     ApiError,
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 
 # An odd constant of 64 bits (2**64 over the golden ratio), so that the samples of one seed are not those of the next.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+# OpenAI's fields for the format of an answer in words.
+_FORMAT_FIELDS = ("response_format", "text.format")
 
 
 class Tokenizers(Protocol):
@@ -67,6 +70,8 @@ class Services:
     loaded: Callable[[], frozenset[str]] = frozenset
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
+    # What clients of the Responses dialect may come back to.
+    responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics = field(default_factory=Metrics)
     # What only the engine knows. None: the scheduler is asked.
     engine_stats: Callable[[], EngineStats] | None = None
@@ -242,7 +247,7 @@ def compiled_grammar(
     """
     if functions:
         # A format is for an answer in words, and there will be none.
-        if rule is not None and rule.param != "response_format":
+        if rule is not None and rule.param not in _FORMAT_FIELDS:
             text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
             raise ApiError(400, text, param=rule.param)
         grammar, param = compile_forced_call(functions), "tools"

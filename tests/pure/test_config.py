@@ -67,6 +67,17 @@ def test_prompt_caches_on_disk_are_off_until_a_directory_is_named():
     assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == ("/c", 2 * 2**30)
 
 
+def test_kept_responses_are_bounded_by_flags():
+    settings = from_args([], {})
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (1000, 256 * 2**20, 3600.0)
+    settings = from_args(
+        ["--response-store-size", "0", "--response-store-bytes", "1MiB", "--response-store-ttl", "5"], {}
+    )
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (0, 2**20, 5.0)
+
+
 def test_model_directories_come_from_the_flag_or_the_environment():
     environ = {"MLX_MODEL_PATH": "/a:/b"}
     assert from_args([], environ).model_dir == ("/a", "/b")

@@ -330,7 +330,6 @@ USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {}}
     ({"messages": turn({"type": "hologram"})}, "messages[0].content[0]"),
     ({"messages": turn({"text": "a"})}, "messages[0].content[0]"),
     ({"messages": turn("a")}, "messages[0].content[0]"),
-    ({"messages": turn(RESULT | {"content": [IMAGE]})}, "messages[0].content[0].content[0]"),
     ({"messages": turn({"type": "tool_result"})}, "messages[0].content[0].tool_use_id"),
     ({"messages": turn(USE)}, "messages[0]"),
     ({"messages": turn(RESULT, role="assistant")}, "messages[0]"),
