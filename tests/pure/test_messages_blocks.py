@@ -83,6 +83,13 @@ def test_found_text_and_found_tools_are_text():
     assert found[-1]["content"] == "Bash\nT\nhttp://a\nb\nc"
 
 
+def test_a_picture_in_a_result_is_told_of():
+    # Its client cannot take it back: refusing it would be the end of the session.
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    found = chat(user(text("go")), assistant(use(1)), user(result(1, [text("here"), picture])))
+    assert found[-1]["content"] == "here\n[image omitted: this model reads text only]"
+
+
 def test_what_anthropic_s_own_tools_did_is_left_out():
     blocks = [
         {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
