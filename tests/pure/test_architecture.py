@@ -21,6 +21,7 @@ MAY_IMPORT_MLX = {
     "engine/sampling.py",
     "engine/prefix_cache.py",
     "engine/models.py",
+    "probe.py",
     "demo.py",
     "gguf.py",
 }
