@@ -49,10 +49,11 @@ class Place:
         return f"{self.scheme}://{self.host}{port}{self.path}"
 
 
-def add_options(parser: argparse.ArgumentParser, *, url: str | None = DEFAULT_URL) -> None:
+def add_options(parser: argparse.ArgumentParser, *, has_default: bool = True) -> None:
     """--url and --api-key, the same in each command."""
-    note = f" (default: {url})" if url else ""
-    parser.add_argument("--url", default=url, help=f"base URL of the server, with or without /v1{note}")
+    default = (os.environ.get("MLX_SERVE_URL") or DEFAULT_URL) if has_default else None
+    note = f" (default: $MLX_SERVE_URL or {DEFAULT_URL})" if has_default else ""
+    parser.add_argument("--url", default=default, help=f"base URL of the server, with or without /v1{note}")
     text = "key to send; better in $MLX_SERVE_API_KEY or $OPENAI_API_KEY, where other users do not see it"
     parser.add_argument("--api-key", default=None, metavar="KEY", help=text)
 

@@ -19,10 +19,11 @@ from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryN
 from mlx_serve import config, demo
 from mlx_serve.commands import checks, found
 from mlx_serve.commands.checks import Probe
-from mlx_serve.commands.findings import Finding, as_objects, as_text
+from mlx_serve.commands.findings import Finding, Level, as_objects, as_text
 from mlx_serve.commands.modelfiles import look_into
 from mlx_serve.commands.sizes import bytes_text
 from mlx_serve.config import Config
+from mlx_serve.core import StartError
 
 # Weights beside which nothing fits: the KV cache and the work space need their part.
 _TIGHT = 0.9
@@ -31,7 +32,10 @@ _TIGHT = 0.9
 def main(argv: Sequence[str]) -> int:
     """The command; gives the exit status: 1 when something would stop the server."""
     given, flags = parser().parse_known_args(argv)
-    findings = list(examine(config.from_args(flags)))
+    try:
+        findings = list(examine(config.from_args(flags)))
+    except StartError as error:
+        findings = [Finding("problem", "flags", str(error))]
     n_problems = sum(finding.level == "problem" for finding in findings)
     if given.json:
         print(json.dumps(as_objects(findings), indent=2))
@@ -58,37 +62,44 @@ def parser() -> argparse.ArgumentParser:
 def examine(settings: Config) -> Iterator[Finding]:
     """All findings, those about the machine first."""
     yield from checks.versions()
-    model, about_model = _locate(settings)
-    probe = checks.probe(model, trust_remote_code=settings.trust_remote_code)
+    models, about_models = _locate(settings)
+    first = models[0] if models else None
+    probe = checks.probe(first, trust_remote_code=settings.trust_remote_code)
     yield from checks.device(probe)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
-    yield from about_model
-    if model is not None:
-        yield from examine_model(model, probe, settings)
+    yield from about_models
+    for model in models:
+        about = probe if model is first else checks.probe(model, trust_remote_code=settings.trust_remote_code)
+        yield from examine_model(model, about, settings)
     yield from _places(settings)
 
 
-def _locate(settings: Config) -> tuple[Path | None, list[Finding]]:
-    """The directory of --model or --demo, when it is on this machine, and what there is to say when it is not."""
+def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
+    """The directories of the models that the flags name, and what there is to say of those that are not here."""
     if settings.demo:
-        return None, [_demo()]
-    if settings.model is None:
-        return None, []
-    name = settings.model if isinstance(settings.model, str) else settings.model[0]
+        return [], [_demo()]
+    places = [_place(place) for _, place in found.named(settings)]
+    return [place for place in places if isinstance(place, Path)], [p for p in places if isinstance(p, Finding)]
+
+
+def _place(name: str) -> Path | Finding:
     path = Path(name).expanduser()
     if path.exists():
-        return path, []
+        return path
     parts = name.split("/")
     if len(parts) != 2 or not all(parts):
-        text, advice = f"there is no directory {name!r}", "give a directory, or a repository as OWNER/NAME"
-        return None, [Finding("problem", "model", text, advice)]
+        advice = "give a directory, or a repository as OWNER/NAME"
+        return Finding("problem", "model", f"there is no directory {name!r}", advice)
     try:
-        return Path(snapshot_download(name, local_files_only=True)), []
+        return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound, OSError):
-        offline = os.environ.get("HF_HUB_OFFLINE") in ("1", "true", "TRUE", "YES", "ON")
-        text, advice = f"{name} is not in the hub cache", f"fetch it now: hf download {name}"
-        return None, [Finding("problem" if offline else "note", "model", text, advice)]
+        level: Level = "problem" if _is_offline() else "note"
+        return Finding(level, "model", f"{name} is not in the hub cache", f"fetch it now: hf download {name}")
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def _demo() -> Finding:

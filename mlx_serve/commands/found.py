@@ -33,12 +33,32 @@ def models(settings: Config) -> list[Found]:
     return list(seen.values())
 
 
+def named(settings: Config) -> list[tuple[str | None, str]]:
+    """The models that the flags name: a name, when they give one, and a directory or repository."""
+    specs = getattr(settings, "models", ())
+    if specs:
+        found = [(spec.name, spec.path or spec.repo) for spec in specs]
+    else:
+        one_or_more = settings.model if isinstance(settings.model, tuple) else (settings.model,)
+        found = [_name_and_place(text) for text in one_or_more if text]
+    if found and settings.served_model_name:
+        found[0] = (settings.served_model_name[0], found[0][1])
+    return found
+
+
+def _name_and_place(text: str) -> tuple[str | None, str]:
+    """NAME=PATH, unless that is a path itself."""
+    name, sign, place = text.partition("=")
+    if sign and place and "/" not in name and not Path(text).expanduser().exists():
+        return name, place
+    return None, text
+
+
 def _named(settings: Config) -> Iterator[Found]:
-    named = settings.model
-    path = Path(named).expanduser() if isinstance(named, str) else None
-    if path is not None and path.is_dir():
-        name = settings.served_model_name[0] if settings.served_model_name else path.resolve().name
-        yield Found(name, "--model", look_into(path))
+    for name, place in named(settings):
+        path = Path(place).expanduser()
+        if path.is_dir():
+            yield Found(name or path.resolve().name, "--model", look_into(path))
 
 
 def _below_roots(settings: Config) -> Iterator[Found]:

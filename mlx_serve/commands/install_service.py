@@ -23,12 +23,14 @@ from mlx_serve import config
 from mlx_serve.commands import service_files
 from mlx_serve.commands.checks import OTHER_DESCRIPTORS
 from mlx_serve.commands.service_files import Service
+from mlx_serve.core import StartError
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
 # Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
 _KEPT = ("MLX_MODEL_PATH", "MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
 # Flags whose value is a path if it is there, and those whose value will be one.
 _FOUND = ("--model", "--draft-model", "--adapter-path", "--api-key-file", "--tls-cert", "--tls-key", "--config")
+_NAMED = ("--model", "--adapter")
 _MADE = ("--uds", "--prompt-cache-dir")
 _SECRETS = ("MLX_SERVE_API_KEY", "HF_TOKEN")
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
             folder = _folder(service, given)
             _write(files, folder, force=given.force)
             print("\n".join(_next(service, files, folder, given.manager)))
-    except UsageError as error:
+    except (UsageError, StartError) as error:
         print(f"mlx-serve install-service: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -107,7 +109,7 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
     """The service that the command line describes. Raises UsageError; a wrong flag of the server ends the process."""
     # With no key from the environment: what is checked is what the service will have.
     settings = config.from_args(flags, {name: environ[name] for name in _KEPT if name in environ})
-    if settings.api_key:
+    if any(re.match(r"--api-key(=|$)", word) for word in flags):
         raise UsageError("--api-key would be in a file that everybody can read: use --api-key-file")
     if not _LABEL.fullmatch(given.label):
         raise UsageError(f"not a label: {given.label!r} (letters, digits, dot, dash)")
@@ -167,6 +169,9 @@ def _absolute(flags: Sequence[str]) -> list[str]:
 def _absolute_value(flag: str, value: str) -> str:
     if flag == "--model-dir":
         return os.pathsep.join(str(Path(part).expanduser().absolute()) for part in value.split(os.pathsep))
+    name, sign, place = value.partition("=")
+    if flag in _NAMED and sign and not Path(value).expanduser().exists():
+        return f"{name}={_absolute_value('--model', place)}"
     path = Path(value).expanduser()
     # A model that is no directory here is a repository's name.
     if flag in _MADE or (flag in _FOUND and path.exists()):

@@ -15,22 +15,27 @@ from mlx_serve import config
 from mlx_serve.commands import calls, found
 from mlx_serve.commands.found import Found
 from mlx_serve.commands.sizes import bytes_text, table
+from mlx_serve.core import StartError
 
 _HEAD = ("NAME", "TYPE", "WEIGHTS", "SIZE", "CONTEXT", "FROM")
 _RIGHT = frozenset({3, 4})
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives the exit status: 1 when nothing can be served, or the server did not answer."""
+    """The command; gives the exit status: 1 when the flags are wrong, or the server did not answer."""
     given, flags = parser().parse_known_args(argv)
     if given.url is not None:
         return _of_server(given)
-    models = found.models(config.from_args(flags))
+    try:
+        models = found.models(config.from_args(flags))
+    except StartError as error:
+        print(f"mlx-serve models: {error}", file=sys.stderr)
+        return 1
     if given.json:
         print(json.dumps([_as_object(model) for model in models], indent=2))
     else:
         _print(models)
-    return 0 if any(model.files.servable for model in models) else 1
+    return 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
         allow_abbrev=False,
     )
-    calls.add_options(top, url=None)
+    calls.add_options(top, has_default=False)
     top.add_argument("--json", action="store_true", help="print JSON")
     return top
 

@@ -177,6 +177,7 @@ def test_what_is_refused(capsys, monkeypatch, anybody):
         return line
 
     assert "--api-key-file" in says("--run-as", anybody, "--", "--api-key", "secret")
+    assert "--api-key-file" in says("--run-as", anybody, "--", "--api-key=secret")
     assert "no user" in says("--run-as", "no-such-user", "--", "--demo")
     assert "root" in says("--run-as", "root", "--", "--demo")
     assert "not a label" in says("--label", "../x", "--run-as", anybody, "--", "--demo")

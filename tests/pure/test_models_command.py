@@ -70,7 +70,7 @@ def test_the_hub_s_cache_is_listed(tmp_path, capsys, monkeypatch):
 
 
 def test_nothing_to_serve_says_what_to_do(capsys):
-    assert models.main([]) == 1
+    assert models.main([]) == 0
     assert "--model-dir" in capsys.readouterr().out
 
 
@@ -89,3 +89,18 @@ def test_a_table_is_aligned_and_has_no_blanks_at_its_ends():
     assert table(("A", "N", "Z"), [("aa", "1", ""), ("b", "100", "z")], frozenset({1})) == (
         "A     N  Z\naa    1\nb   100  z"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"model": None}, []),
+        ({"model": "a/b"}, [(None, "a/b")]),
+        ({"model": ("fast=a/b", "c")}, [("fast", "a/b"), (None, "c")]),
+        ({"model": ("./x=y",)}, [(None, "./x=y")]),
+        ({"model": (), "models": [SimpleNamespace(name="n", path="/p", repo=None)]}, [("n", "/p")]),
+        ({"model": "a/b", "served_model_name": ("x", "y")}, [("x", "a/b")]),
+    ],
+)
+def test_what_the_flags_name(settings, named):
+    assert found.named(SimpleNamespace(**{"served_model_name": ()} | settings)) == named

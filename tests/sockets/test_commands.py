@@ -1,12 +1,19 @@
 """The sub-commands that talk to a server, against the whole server."""
 
+import fcntl
 import io
 import json
+import os
+import pty
+import select
+import subprocess
 import sys
+import termios
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from apikit import serving, until
+from apikit import DEADLINE_S, serving, until
 
 from mlx_serve.commands import calls, chat, models
 from mlx_serve.engine.catalog import Catalog
@@ -177,3 +184,87 @@ def test_a_url_may_lack_what_is_plain(command):
 def test_no_server_is_one_line(command):
     done = command(models, "--url", "http://127.0.0.1:1")
     assert (done.status, len(done.err.splitlines())) == (1, 1)
+
+
+# chat on a terminal
+
+
+class Typist:
+    """A program on a pseudo-terminal: what is typed, and what is waited for on its screen."""
+
+    def __init__(self, *command):
+        self._ours, theirs = pty.openpty()
+        environ = {**os.environ, "TERM": "dumb", "MLX_SERVE_API_KEY": "", "OPENAI_API_KEY": ""}
+        # A session of its own, so that Ctrl-C reaches this program alone.
+        self.process = subprocess.Popen(
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env=environ,
+            preexec_fn=_take_tty,
+        )
+        os.close(theirs)
+        self._screen = b""
+
+    def type(self, text):
+        os.write(self._ours, text.encode())
+
+    def sees(self, text):
+        """Wait for it, and forget what came up to there."""
+        wanted = text.encode()
+        while wanted not in self._screen:
+            ready, _, _ = select.select([self._ours], [], [], DEADLINE_S)
+            assert ready, f"never came: {text!r}; there is {self._screen!r}"
+            self._screen += os.read(self._ours, 4096)
+        self._screen = self._screen.partition(wanted)[2]
+
+    def close(self):
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        os.close(self._ours)
+
+
+def _take_tty():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@contextmanager
+def typing(server):
+    typist = Typist(sys.executable, "-m", "mlx_serve", "chat", "--url", url(server))
+    try:
+        yield typist
+    finally:
+        typist.close()
+
+
+def test_a_conversation_on_a_terminal():
+    with serving() as server, typing(server) as typist:
+        typist.sees("> ")
+        typist.type("hello\n")
+        typist.sees("user: hello\r\n")
+        # Reasoning and figures are dimmed.
+        typist.sees("\x1b[2m(")
+        typist.sees("> ")
+        typist.type("\x04")
+        assert typist.process.wait(DEADLINE_S) == 0
+
+
+def test_ctrl_c_on_a_terminal_stops_the_answer_and_not_the_chat():
+    def endless(job):
+        while True:
+            yield ord("x")
+
+    with serving(lambda _: FakeBackend(answer=endless)) as server, typing(server) as typist:
+        typist.sees("> ")
+        typist.type("go on\n")
+        typist.sees("xxx")
+        typist.type("\x03")
+        typist.sees("(stopped)")
+        until(lambda: server.scheduler.health().running == 0, "a free place")
+        typist.sees("> ")
+        typist.type("\x03")
+        typist.sees("> ")
+        typist.type("\x04")
+        assert typist.process.wait(DEADLINE_S) == 0
