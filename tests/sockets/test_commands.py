@@ -1,6 +1,5 @@
 """The sub-commands that talk to a server, against the whole server."""
 
-import fcntl
 import io
 import json
 import os
@@ -8,7 +7,6 @@ import pty
 import select
 import subprocess
 import sys
-import termios
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -197,13 +195,7 @@ class Typist:
         environ = {**os.environ, "TERM": "dumb", "MLX_SERVE_API_KEY": "", "OPENAI_API_KEY": ""}
         # A session of its own, so that Ctrl-C reaches this program alone.
         self.process = subprocess.Popen(
-            command,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            env=environ,
-            preexec_fn=_take_tty,
+            command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environ
         )
         os.close(theirs)
         self._screen = b""
@@ -226,13 +218,13 @@ class Typist:
         os.close(self._ours)
 
 
-def _take_tty():
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+# Makes the terminal the program's own first: signals of its keys go nowhere else.
+CHAT = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from mlx_serve.cli import run; run()"
 
 
 @contextmanager
 def typing(server):
-    typist = Typist(sys.executable, "-m", "mlx_serve", "chat", "--url", url(server))
+    typist = Typist(sys.executable, "-c", CHAT, "chat", "--url", url(server))
     try:
         yield typist
     finally:
