@@ -124,6 +124,8 @@ class Sampling:
     n_draft_tokens: int = 3
     # None: no log-probabilities wanted; k: those of the chosen token and of the k likeliest ones.
     top_logprobs: int | None = None
+    # The same for the tokens of the prompt; ``max_tokens`` may then be 0.
+    prompt_logprobs: int | None = None
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -142,7 +144,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The job left the queue; ``cached_tokens`` of its prompt need no prefill."""
+    """The job's prefill begins; ``cached_tokens`` of its prompt need none."""
 
     index: int
     cached_tokens: int
@@ -163,6 +165,18 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """How likely the prompt was: for each of its tokens but the first the log-probability and the likeliest ones.
+
+    Comes before the first token of the output; ``is_last``: there is no output.
+    """
+
+    index: int
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...]
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The job ended without a result."""
 
@@ -170,14 +184,15 @@ class Failed:
     error: ApiError
 
 
-Event: TypeAlias = Started | TokenEvent | Failed
+Event: TypeAlias = Started | PromptLogprobs | TokenEvent | Failed
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
-    The only value here that changes: ``cancelled`` is set once, by any thread, and read by the engine's.
+    ``priority``: smaller is earlier, as in vLLM. The only value here that changes: ``arrived_s`` (monotonic) is set
+    when the job is queued; ``cancelled`` is set once, by any thread, and read by the engine's.
     """
 
     model: str
@@ -185,16 +200,21 @@ class Job:
     sampling: Sampling
     index: int
     events: SimpleQueue[Event]
+    priority: int = 0
+    arrived_s: float = 0.0
     cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A generated token as text, with its log-probability and that of the likeliest ones in its place."""
+    """A token as text, with its log-probability and that of the likeliest ones in its place.
+
+    None: a prompt's first token, which nothing comes before.
+    """
 
     token: str
     raw: bytes
-    logprob: float
+    logprob: float | None
     top: tuple[TokenLogprob, ...] = ()
 
 

@@ -48,6 +48,7 @@ def options(settings: Config) -> ServerOptions:
         idle_timeout_s=settings.idle_timeout,
         write_timeout_s=settings.write_timeout,
         max_connections=settings.max_connections,
+        max_total_body_bytes=settings.max_total_body_bytes,
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         log_format=cast('Literal["text", "json"]', settings.log_format),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from mlx_serve.api import errors, render, schema
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.core import ApiError, ClientGone, Event, Finish, Gate, Job, Prompt, RawRequest, Response, Usage
-from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry
+from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.formats import formats
@@ -51,6 +51,8 @@ class Services:
     adapter: str | None = None
     draft_model: str | None = None
     draining: Callable[[], bool] = lambda: False
+    # The names of the models that are in memory.
+    loaded: Callable[[], frozenset[str]] = frozenset
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
 
@@ -95,13 +97,13 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
         tokenizer,
         [message.as_dict() for message in body.messages],
         tools=body.offered_tools,
-        options={**services.template_options, **body.template_options},
+        options={**services.template_options, **entry.template_options, **body.template_options},
         role_mapping=body.role_mapping,
     )
     options = OutputOptions(
         tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
     )
-    limit = body.wanted_tokens or services.defaults.max_tokens
+    limit = body.wanted_tokens or _defaults(services, entry).max_tokens
     jobs = _jobs(services, entry, body, [prompt], limit, param="messages")
     if grammar is not None:
         _constrain(jobs, grammar, _gate(tokenizer, prompt, options))
@@ -115,14 +117,21 @@ def completions(services: Services, request: RawRequest) -> Response:
     entry, tokenizer = _model(services, body)
     grammar = _grammar(services, entry, body)
     prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
-    if body.max_tokens == 0:
+    scored = body.echo and body.wanted_logprobs is not None
+    if body.max_tokens == 0 and not scored:
         return _only_echo(services, entry, tokenizer, body, prompts)
-    limit = body.wanted_tokens or schema.COMPLETION_MAX_TOKENS
+    limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     jobs = _jobs(services, entry, body, prompts, limit, param="prompt")
     if grammar is not None:
         _constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
-    reply = _Reply(services, request, entry, jobs, OutputOptions(tuple(body.stop), is_chat=False), body)
+    options = OutputOptions(tuple(body.stop), is_chat=False)
+    if scored:
+        # The prompts come with their log-probabilities, from the engine.
+        for job in jobs:
+            job.sampling = replace(job.sampling, prompt_logprobs=body.wanted_logprobs)
+        options, echoes = replace(options, echoes=tuple(echoes[job.index // body.n_samples] for job in jobs)), []
+    reply = _Reply(services, request, entry, jobs, options, body)
     return reply.respond(render.CompletionRenderer(reply.head("cmpl"), echoes, body.n), tokenizer)
 
 
@@ -151,21 +160,28 @@ def _only_echo(
 
 def list_models(services: Services, request: RawRequest) -> Response:
     """GET /v1/models"""
-    models = [_model_object(services, entry) for entry in services.catalog.entries()]
+    loaded = services.loaded()
+    models = [_model_object(services, name, entry, loaded) for name, entry in services.catalog.listing()]
     return _json({"object": "list", "data": models})
 
 
 def get_model(services: Services, request: RawRequest) -> Response:
     """GET /v1/models/{id}"""
     name = request.path.removeprefix("/v1").removeprefix("/models/")
-    return _json(_model_object(services, services.catalog.find(name)))
+    return _json(_model_object(services, *services.catalog.look_up(name), services.loaded()))
 
 
 def health(services: Services, request: RawRequest) -> Response:
     """GET /health: 200 when requests are served, 503 with the reason when they are not."""
     state = services.scheduler.health()
     status = "draining" if services.draining() else state.status
-    body = {"status": status, "model": state.model, "waiting": state.waiting, "running": state.running}
+    body = {
+        "status": status,
+        "model": state.models[-1] if state.models else None,
+        "models": list(state.models),
+        "waiting": state.waiting,
+        "running": state.running,
+    }
     return _json(body, status=200 if status == "ok" else 503)
 
 
@@ -308,20 +324,26 @@ def _jobs(
 ) -> list[Job]:
     """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long."""
     events: SimpleQueue[Event] = SimpleQueue()
+    defaults = _defaults(services, entry)
     jobs = []
     for i, prompt in enumerate(prompts):
         room = _room(services, entry, prompt, param)
-        sampling = body.sampling(services.defaults, body.needed_logprobs, min(limit, room))
+        sampling = body.sampling(defaults, body.needed_logprobs, min(limit, room))
         for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
-            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), i * body.n_samples + k, events))
+            index = i * body.n_samples + k
+            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), index, events, body.priority))
     return jobs
+
+
+def _defaults(services: Services, entry: ModelEntry) -> schema.Defaults:
+    """The model's own defaults win over the server's."""
+    return replace(services.defaults, **entry.defaults)  # type: ignore[arg-type]
 
 
 def _context_tokens(services: Services, entry: ModelEntry) -> int | None:
     """What prompt and output together may come to; None: nobody says."""
-    limits = [limit for limit in (entry.context_tokens, services.max_model_len) if limit is not None]
-    return min(limits, default=None)
+    return context_limit(entry, services.max_model_len)
 
 
 def _check_length(services: Services, entry: ModelEntry, tokenizer: Tokenizer, n_chars: int, param: str) -> None:
@@ -342,10 +364,18 @@ def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> 
     return context_tokens - len(prompt.tokens)
 
 
-def _model_object(services: Services, entry: ModelEntry) -> dict[str, Any]:
+def _model_object(services: Services, name: str, entry: ModelEntry, loaded: frozenset[str]) -> dict[str, Any]:
+    # The root of an alias is its model, and of an adapter the model that it is on.
+    root = entry.name if name != entry.name else entry.base or entry.name
     context_tokens = _context_tokens(services, entry)
-    length = {"max_model_len": context_tokens} if context_tokens is not None else {}
-    return {"id": entry.name, "object": "model", "created": entry.created, "owned_by": "mlx-serve"} | length
+    return {
+        "id": name,
+        "object": "model",
+        "created": entry.created,
+        "owned_by": "mlx-serve",
+        "root": root,
+        "loaded": entry.name in loaded,
+    } | ({"max_model_len": context_tokens} if context_tokens is not None else {})
 
 
 def _json(value: Any, status: int = 200) -> Response:

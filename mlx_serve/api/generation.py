@@ -22,6 +22,7 @@ from mlx_serve.core import (
     Finish,
     FinishReason,
     Job,
+    PromptLogprobs,
     Started,
     Text,
     TokenEvent,
@@ -54,6 +55,8 @@ class OutputOptions:
     is_chat: bool = True
     # A grammar makes the whole content one call: {"name": ..., "arguments": {...}}.
     forced_call: bool = False
+    # The text of each choice's prompt, when it comes first and with log-probabilities.
+    echoes: tuple[str, ...] = ()
     # Further calls are dropped, and end the answer. None: as many as the model makes.
     max_calls: int | None = None
 
@@ -120,7 +123,7 @@ class Generation:
 
     def _end(self, event: Event) -> None:
         job = self._jobs.pop(event.index)
-        if not (isinstance(event, TokenEvent) and event.finish):
+        if isinstance(event, TokenEvent) and not event.finish:
             # Ended by a stop string: the engine does not know yet.
             self._scheduler.cancel([job])
 
@@ -187,8 +190,20 @@ class _Choice:
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):
             self.n_cached = event.cached_tokens
+        elif isinstance(event, PromptLogprobs):
+            yield self._echo(event)
+            if event.is_last:
+                self.finish = Finish(self.job.index, "length", Usage(len(self.job.prompt.tokens), 0))
+                yield self.finish
         elif isinstance(event, TokenEvent):
             yield from self._take_token(event)
+
+    def _echo(self, event: PromptLogprobs) -> Text:
+        first, *others = self.job.prompt.tokens
+        entries = [self.logprobs.entry(first, None)]
+        for token, (logprob, top) in zip(others, event.logprobs, strict=True):
+            entries.append(self.logprobs.entry(token, logprob, top))
+        return Text(self.job.index, "content", self.options.echoes[self.job.index], tuple(entries))
 
     def _take_token(self, event: TokenEvent) -> Iterator[Delta]:
         self.n_tokens += 1
@@ -273,8 +288,7 @@ class _Logprobs:
 
     def add(self, event: TokenEvent, start: int, end: int) -> None:
         assert event.logprob is not None
-        top = tuple(self._entry(token, logprob) for token, logprob in event.top_logprobs)
-        self._heard.append((start, end, self._entry(event.token, event.logprob, top)))
+        self._heard.append((start, end, self.entry(event.token, event.logprob, event.top_logprobs)))
 
     def place(self, piece: Piece) -> None:
         """A part of the text is content."""
@@ -298,5 +312,7 @@ class _Logprobs:
         del self._waiting[: len(out)]
         return out
 
-    def _entry(self, token: int, logprob: float, top: tuple[TokenLogprob, ...] = ()) -> TokenLogprob:
-        return TokenLogprob(self._tokenizer.decode([token]), self._tokenizer.token_bytes(token), logprob, top)
+    def entry(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+        """A token and its alternatives as texts."""
+        others = tuple(self.entry(*other) for other in top)
+        return TokenLogprob(self._tokenizer.decode([token]), self._tokenizer.token_bytes(token), logprob, others)

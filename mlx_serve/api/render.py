@@ -110,7 +110,7 @@ def best(choices: Sequence[Choice], n_per_prompt: int, n_kept: int) -> list[Choi
 
 
 def _mean_logprob(choice: Choice) -> float:
-    logprobs = [json_logprob(entry.logprob) for entry in choice.logprobs]
+    logprobs = [json_logprob(entry.logprob) or 0.0 for entry in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_OF_ZERO
 
 
@@ -314,8 +314,10 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
     return {"content": content, "refusal": None}
 
 
-def json_logprob(logprob: float) -> float:
+def json_logprob(logprob: float | None) -> float | None:
     """A log-probability that JSON can say."""
+    if logprob is None:
+        return None
     # Written so that NaN, which compares as false, takes this way out too.
     return logprob if logprob > LOGPROB_OF_ZERO else LOGPROB_OF_ZERO
 
@@ -335,11 +337,13 @@ def _token_object(entry: TokenLogprob) -> dict[str, Any]:
     return {"token": entry.token, "logprob": json_logprob(entry.logprob), "bytes": list(entry.raw)}
 
 
-def _top_by_text(entry: TokenLogprob) -> dict[str, float]:
+def _top_by_text(entry: TokenLogprob) -> dict[str, float] | None:
     """The likeliest tokens and the chosen one by their text; of equal texts the likelier one stays."""
+    if entry.logprob is None:
+        return None
     found: dict[str, float] = {}
     for one in (*entry.top, entry):
-        found[one.token] = max(found.get(one.token, LOGPROB_OF_ZERO), json_logprob(one.logprob))
+        found[one.token] = max(found.get(one.token, LOGPROB_OF_ZERO), json_logprob(one.logprob) or 0.0)
     return found
 
 

@@ -42,13 +42,16 @@ MAX_TOOLS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request gets when it does not say: the command line's sampling flags."""
+    """What a request gets when it does not say: the command line's sampling flags, and a model's own defaults."""
 
     max_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     n_draft_tokens: int = 3
 
 
@@ -105,17 +108,19 @@ class _Request(Structured):
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[Float, Field(ge=0, le=1)] = 0.0
     xtc_threshold: Annotated[Float, Field(ge=0, le=1)] = 0.1
-    repetition_penalty: RepetitionPenalty = 0.0
+    repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: ContextSize = 20
-    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     presence_context_size: ContextSize | None = None
-    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     frequency_context_size: ContextSize | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = None
     # vLLM's, for benchmarks.
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
+    # vLLM's too: smaller is earlier.
+    priority: int = 0
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None
@@ -132,11 +137,11 @@ class _Request(Structured):
             min_p=_or(self.min_p, defaults.min_p),
             xtc_probability=self.xtc_probability,
             xtc_threshold=self.xtc_threshold,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             repetition_context_size=self.repetition_context_size,
-            presence_penalty=self.presence_penalty,
+            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
             presence_context_size=self.presence_context_size,
-            frequency_penalty=self.frequency_penalty,
+            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
             frequency_context_size=self.frequency_context_size,
             logit_bias=tuple(self.logit_bias.items()),
             seed=self.seed,
@@ -264,8 +269,6 @@ class CompletionRequest(_Request):
         if self.suffix:
             raise ApiError(400, "This server does not fill in the middle: 'suffix' is not served.", param="suffix")
         self._check_best_of()
-        if self.echo and self.wanted_logprobs is not None:
-            raise ApiError(400, "This server does not serve 'echo' with 'logprobs'.", param="echo")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "'max_tokens' 0 needs 'echo': true.", param="max_tokens")
         if self.n_samples * len(self.prompt) > MAX_N:

@@ -107,7 +107,5 @@ def _of_server(given: argparse.Namespace) -> int:
 
 
 def _loaded(entry: dict[str, Any], state: dict[str, Any]) -> str:
-    loaded = entry.get("loaded")
-    if not isinstance(loaded, bool):
-        loaded = state.get("model") == entry.get("id")
-    return "loaded" if loaded else "on request"
+    in_memory = state.get("models") or [state.get("model")]
+    return "loaded" if entry.get("loaded") or entry.get("id") in in_memory else "on request"

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_serve.core import GUARD, ApiError, Job, TokenEvent
+from mlx_serve.core import GUARD, ApiError, Event, Job, PromptLogprobs, Started, TokenEvent
+from mlx_serve.engine.backend import Backend, Opening
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 
@@ -40,45 +41,75 @@ def echo(job: Job) -> Sequence[int]:
 class FakeBackend:
     """Runs up to ``capacity`` jobs, a token of each at every step. ``on_step`` runs before each step and may raise.
 
-    One of ``end_ids`` ends an answer.
+    One of ``end_ids`` ends an answer. A KV cache has ``token_bytes`` bytes for each token.
     """
+
+    cache_bytes = 0
 
     def __init__(
         self,
         *,
         capacity: int = 32,
+        token_bytes: int = 0,
         answer: Answer = echo,
         on_step: Callable[[Collection[Job]], None] | None = None,
         end_ids: Collection[int] = (EOS,),
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.capacity = capacity
+        self._token_bytes = token_bytes
         self._end_ids = frozenset(end_ids)
         self._vocab_size = vocab_size
         self._answer = answer
         self._on_step = on_step
         self._jobs: dict[Job, Iterator[tuple[int, int]]] = {}
+        self._fresh: list[Job] = []
 
-    def insert(self, job: Job) -> int:
+    @property
+    def n_decoding(self) -> int:
+        """All of them: a prompt takes no time."""
+        return len(self._jobs)
+
+    def kv_bytes(self, jobs: Collection[Job]) -> int:
+        """Of prompts and outputs."""
+        return sum(self._token_bytes * (len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
+
+    def insert(self, job: Job) -> None:
         """Nothing is ever cached."""
         check_ids(job.prompt.tokens, self._vocab_size, "prompt")
         self._jobs[job] = enumerate(self._answer(job), start=1)
-        return 0
+        self._fresh.append(job)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Forget jobs."""
         for job in jobs:
             self._jobs.pop(job, None)
 
-    def step(self) -> Sequence[tuple[Job, TokenEvent]]:
+    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """One token for each job."""
         if self._on_step is not None:
             self._on_step(list(self._jobs))
-        return [(job, self._next(job)) for job in list(self._jobs)]
+        fresh, self._fresh = [job for job in self._fresh if job in self._jobs], []
+        events = [event for job in fresh for event in self._begin(job)]
+        return events + [(job, self._next(job)) for job in list(self._jobs)]
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Nothing is kept."""
 
     def close(self) -> None:
         """Nothing is held."""
         self._jobs.clear()
+
+    def _begin(self, job: Job) -> list[tuple[Job, Event]]:
+        events: list[tuple[Job, Event]] = [(job, Started(job.index, 0))]
+        k = job.sampling.prompt_logprobs
+        if k is not None:
+            scores = tuple((-0.5, _logprobs(token, k)[1]) for token in job.prompt.tokens[1:])
+            is_last = job.sampling.max_tokens == 0
+            events.append((job, PromptLogprobs(job.index, scores, is_last)))
+            if is_last:
+                del self._jobs[job]
+        return events
 
     def _next(self, job: Job) -> TokenEvent:
         n, token = next(self._jobs[job])
@@ -200,23 +231,47 @@ def tokens_of(text: str, ids: Mapping[str, int] = MappingProxyType(_IDS)) -> lis
 
 
 class FakeModels:
-    """Stands for the model store: one tokenizer, and a backend from ``make_backend`` for each model's name."""
+    """Stands for the model store: one tokenizer, and a backend from ``make_backend`` for each model's name.
+
+    ``max_loaded`` of them are in memory at a time, with ``kv_limit`` bytes for KV caches.
+    """
 
     def __init__(
         self,
-        make_backend: Callable[[str], FakeBackend] = lambda _: FakeBackend(),
+        make_backend: Callable[[str], Backend] = lambda _: FakeBackend(),
         tokenizer: FakeTokenizer | None = None,
+        *,
+        max_loaded: int = 1,
+        kv_limit: int | None = None,
     ) -> None:
         self._make_backend = make_backend
         self._tokenizer = tokenizer or FakeTokenizer()
+        self._max_loaded = max_loaded
+        self._kv_limit = kv_limit
 
     def tokenizer(self, entry: ModelEntry) -> FakeTokenizer:
         """The same for every model."""
         return self._tokenizer
 
-    def open_backend(self, name: str) -> FakeBackend:
-        """A new backend."""
+    def weights_bytes(self, name: str) -> int:
+        """None of note."""
+        return 0
+
+    def has_room(self, names: Collection[str]) -> bool:
+        """Up to ``max_loaded`` models."""
+        return len(names) <= self._max_loaded
+
+    def kv_limit(self, names: Collection[str]) -> int | None:
+        """As given."""
+        return self._kv_limit
+
+    def open(self, name: str) -> Opening:
+        """In two slices."""
+        yield
         return self._make_backend(name)
+
+    def unload(self, name: str) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing is held."""

@@ -1,41 +1,30 @@
-"""The two ways mlx-lm generates, behind the scheduler's Backend protocol. Lives on the worker thread.
+"""Continuous batching through mlx-lm's BatchGenerator, behind the Backend protocol. Lives on the worker thread.
 
-``BatchBackend`` is continuous batching through mlx-lm's BatchGenerator. ``SingleBackend`` runs one job at a time, for
-what cannot be batched: caches that do not merge, a quantized KV cache, speculative decoding. All that the project knows
-of mlx-lm's generation API is in this module.
+    insert --> pending --(a place in the prefill, and nobody prefills the same)--> prefill --> decoding --> kept prefix
+
+All that the project knows of BatchGenerator is in this module; what cannot be batched runs in single_backend.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences, generate_step, speculative_generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import trim_prompt_cache
 
-from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent
-from mlx_serve.engine.constraints import Constraint, Vocabulary
-from mlx_serve.engine.prefix_cache import PrefixCache
-from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.core import Event, Failed, Job, Started
+from mlx_serve.engine.choice import Choice, Loaded, make_choice
+from mlx_serve.engine.prefill import PrefillBudget
+from mlx_serve.engine.prefix_cache import Ids, as_ids, common
+from mlx_serve.engine.scoring import Scoring
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
-
-    ``vocabulary`` is for grammars; None: they are not served.
-    """
-
-    model: Any
-    vocab_size: int
-    eos_ids: frozenset[int]
-    kept_by_xtc: tuple[int, ...]
-    prefix_cache: PrefixCache
-    draft_model: Any = None
-    vocabulary: Vocabulary | None = None
+# What another's prefill must give more than what is there already, to be waited for.
+_MIN_SHARED = 32
+# How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
+_TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +36,21 @@ class BatchOptions:
     prefill_step_size: int = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class SingleOptions:
-    """How a job that runs alone is prefilled, and how its KV cache is quantized."""
-
-    prefill_step_size: int = 2048
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-
-
 class BatchBackend:
-    """Jobs join and leave the batch between any two steps."""
+    """Jobs join and leave the batch between any two steps.
+
+    Short prompts are prefilled together, and beside at most one long one: the long ones come after each other, so that
+    each gets its first token as soon as it can, and no short one waits behind them.
+    """
 
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
         self.capacity = options.decode_concurrency
+        self._max_prefilling = options.prompt_concurrency
         self._loaded = loaded
-        self._running: dict[int, _Choice] = {}
+        self._pending: list[_Pending] = []
+        self._scoring: list[Scoring] = []
+        self._running: dict[int, _Running] = {}
+        self._budget = PrefillBudget(options.prefill_step_size)
         self._stops = StopSequences([(token,) for token in sorted(loaded.eos_ids)])
         self._generator = BatchGenerator(
             loaded.model,
@@ -72,215 +59,237 @@ class BatchBackend:
             prefill_step_size=options.prefill_step_size,
         )
 
-    def insert(self, job: Job) -> int:
-        """Queue the part of the prompt that no cache covers."""
-        choice = _choice(job, self._loaded)
-        tokens = list(job.prompt.tokens)
-        cache, cached_tokens = self._loaded.prefix_cache.fetch(tokens)
-        (uid,) = self._generator.insert(
-            [tokens[cached_tokens:]],
-            max_tokens=[job.sampling.max_tokens],
-            caches=[cache],
-            all_tokens=[tokens[:cached_tokens]],
-            samplers=[choice.sampler],
-            logits_processors=[choice.processors],
-            stop_sequences=[self._stops],
-        )
-        self._running[uid] = choice
-        return cached_tokens
+    @property
+    def n_decoding(self) -> int:
+        """Jobs whose prompts are done."""
+        return sum(running.is_decoding for running in self._running.values())
+
+    @property
+    def cache_bytes(self) -> int:
+        """What kept prefixes hold."""
+        return self._loaded.prefix_cache.n_bytes
+
+    def kv_bytes(self, jobs: Collection[Job]) -> int:
+        """A batch's caches are as long as the longest of them."""
+        longest = max((len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs), default=0)
+        return len(jobs) * self._loaded.kv_size.bytes(longest)
+
+    def insert(self, job: Job) -> None:
+        """Check the job; the next step may begin with it. Raises ApiError 400."""
+        choice = make_choice(job, self._loaded)
+        if job.sampling.prompt_logprobs is not None:
+            self._scoring.append(Scoring(choice, self._loaded.model))
+        else:
+            self._pending.append(_Pending(choice, as_ids(job.prompt.tokens)))
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Take jobs out of the batch."""
-        uids = [uid for uid, choice in self._running.items() if choice.job in jobs]
-        self._generator.remove(uids)
+        """Take jobs out of the batch. What was computed for them is kept, if others could use it."""
+        self._pending = [pending for pending in self._pending if pending.choice.job not in jobs]
+        self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
+        uids = [uid for uid, running in self._running.items() if running.choice.job in jobs]
+        kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
         for uid in uids:
             del self._running[uid]
+        for cache, tokens in kept.values():
+            self._loaded.prefix_cache.store(as_ids(tokens), cache)
 
-    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
-        """Decode one token of each running sequence, then prefill a step of the new ones."""
-        _, responses = self._generator.next()
-        return [self._event(response) for response in responses]
+    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
+        """Decode one token of each running sequence, then prefill about ``gap_s`` seconds of the new ones."""
+        return self.step_tokens(self.prefill_tokens(gap_s))
+
+    def prefill_tokens(self, gap_s: float) -> int:
+        """How many prompt tokens a step may take."""
+        return self._budget.tokens(gap_s)
+
+    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
+        """A step with up to ``n_tokens`` prompt tokens."""
+        events: list[tuple[Job, Event]] = self._start_pending(n_tokens)
+        n_prefilling = len(self._prefilling())
+        if not n_prefilling:
+            events += self._score(n_tokens)
+        # It takes so many tokens of each prompt.
+        self._generator.prefill_step_size = max(1, n_tokens // max(1, n_prefilling))
+        with self._generator.stats() as work:
+            prompts, tokens = self._generator.next()
+        self._budget.note(work.prompt_tokens, work.prompt_time)
+        for response in prompts:
+            self._advance(response)
+        return events + [self._event(response) for response in tokens]
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Give up kept prefixes."""
+        self._loaded.prefix_cache.shrink(max_bytes)
 
     def close(self) -> None:
         """Restore what the generator set of the device."""
         self._generator.close()
 
-    def _event(self, response: Any) -> tuple[Job, TokenEvent | Failed]:
-        choice = self._running[response.uid]
+    # Beginning.
+
+    def _prefilling(self) -> list[_Running]:
+        return [running for running in self._running.values() if not running.is_decoding]
+
+    def _start_pending(self, n_tokens: int) -> list[tuple[Job, Event]]:
+        events: list[tuple[Job, Event]] = []
+        for pending in list(self._pending):
+            prefilling = self._prefilling()
+            if len(prefilling) >= self._max_prefilling:
+                break
+            donor, n_there = self._best_source(pending)
+            if self._to_come(pending, prefilling) >= n_there + _MIN_SHARED:
+                continue
+            is_long = len(pending.ids) - n_there > n_tokens
+            if is_long and any(running.n_left > n_tokens for running in prefilling):
+                continue
+            self._pending.remove(pending)
+            events.append(self._start(pending, donor, n_there))
+        return events
+
+    def _best_source(self, pending: _Pending) -> tuple[_Running | None, int]:
+        """Where the longest prefix of a prompt is to be had now: of a running sequence, or (None) of the kept ones."""
+        cache = self._loaded.prefix_cache
+        if pending.cache_version != cache.version:
+            pending.cache_version, pending.n_kept = cache.version, cache.covers(pending.ids)
+        best: _Running | None = None
+        best_n = pending.n_kept
+        if self._loaded.trimmable:
+            for running in self._running.values():
+                n = min(pending.common(running), running.n_done)
+                if n >= best_n + _MIN_SHARED:
+                    best, best_n = running, n
+        return best, best_n
+
+    def _to_come(self, pending: _Pending, prefilling: Sequence[_Running]) -> int:
+        """The longest prefix of a prompt that a prefill under way will give."""
+        trimmable = self._loaded.trimmable
+        return max(
+            (running.will_give(pending.common(running), trimmable=trimmable) for running in prefilling), default=0
+        )
+
+    def _start(self, pending: _Pending, donor: _Running | None, n_cached: int) -> tuple[Job, Event]:
+        cache: list[Any] | None
+        if donor is not None:
+            cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
+            trim_prompt_cache(cache, len(held) - n_cached)
+        else:
+            cache, n_cached = self._loaded.prefix_cache.fetch(pending.ids)
+        running = _Running(pending.choice, pending.ids, n_cached, self._marks(pending, n_cached))
+        self._insert(running, cache)
+        return pending.choice.job, Started(pending.choice.job.index, n_cached)
+
+    def _insert(self, running: _Running, cache: list[Any] | None) -> None:
+        choice = running.choice
+        tokens = list(choice.job.prompt.tokens)
+        borders = [running.n_cached, *running.marks, len(tokens)]
+        (running.uid,) = self._generator.insert_segments(
+            [[tokens[a:b] for a, b in pairwise(borders)]],
+            max_tokens=[choice.job.sampling.max_tokens],
+            caches=[cache],
+            all_tokens=[tokens[: running.n_cached]],
+            samplers=[choice.sampler],
+            logits_processors=[choice.processors],
+            stop_sequences=[self._stops],
+        )
+        self._running[running.uid] = running
+
+    def _marks(self, pending: _Pending, n_cached: int) -> list[int]:
+        """Where to keep a copy on the way, of caches that cannot be cut back later.
+
+        Where others that wait go another way, where what was kept before did, and where the last turn begins.
+        """
+        if self._loaded.trimmable:
+            return []
+        ids = pending.ids
+        wanted = {self._loaded.prefix_cache.shared(ids), self._last_turn(ids)}
+        wanted |= {common(ids, other.ids) for other in self._pending}
+        most = len(ids) - 1
+        return sorted({min(mark, most) for mark in wanted if min(mark, most) >= n_cached + _MIN_SHARED})
+
+    def _last_turn(self, ids: Ids) -> int:
+        controls = self._loaded.control_ids
+        tail = range(max(0, len(ids) - _TAIL), len(ids))
+        return next((i for i in tail if int(ids[i]) in controls), 0)
+
+    # Going on.
+
+    def _advance(self, response: Any) -> None:
+        running = self._running.get(response.uid)
+        if running is None:
+            return
+        if response.end_of_prompt:
+            running.n_done, running.is_decoding = len(running.ids), True
+            return
+        running.n_done = running.n_cached + response.progress[0]
+        if running.marks and running.n_done == running.marks[0]:
+            cache, _ = self._generator.extract_cache([response.uid])[response.uid]
+            self._loaded.prefix_cache.store(running.ids[: running.marks.pop(0)], cache)
+
+    def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
+        """Score some of a prompt, if nobody prefills; hand it on when it is done."""
+        if not self._scoring:
+            return []
+        scoring = self._scoring[0]
+        job = scoring.choice.job
+        if scoring.step(n_tokens) and scoring.n_left:
+            return []
+        self._scoring.pop(0)
+        tokens = job.prompt.tokens
+        if job.sampling.max_tokens:
+            self._insert(_Running(scoring.choice, as_ids(tokens), len(tokens) - 1, []), scoring.cache)
+        return [(job, Started(job.index, 0)), (job, scoring.event())]
+
+    def _event(self, response: Any) -> tuple[Job, Event]:
+        choice = self._running[response.uid].choice
         event = choice.event(response.token, response.finish_reason, response.logprobs)
         if response.finish_reason is not None:
             del self._running[response.uid]
-            self._loaded.prefix_cache.store(response.all_tokens, response.prompt_cache)
+            self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache)
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
 
 
-class SingleBackend:
-    """One job at a time."""
-
-    capacity = 1
-
-    def __init__(self, loaded: Loaded, options: SingleOptions) -> None:
-        self._loaded = loaded
-        self._options = options
-        self._running: _Running | None = None
-
-    def insert(self, job: Job) -> int:
-        """Prepare the job; its prompt is prefilled in the first step."""
-        choice = _choice(job, self._loaded)
-        cache, cached_tokens = self._cache(job)
-        generation = self._generate(choice, cache, cached_tokens)
-        self._running = _Running(choice, cache, generation, list(job.prompt.tokens))
-        return cached_tokens
-
-    def remove(self, jobs: Collection[Job]) -> None:
-        """Drop the job, if it is the one that runs."""
-        if self._running is not None and self._running.choice.job in jobs:
-            self._running.generation.close()  # type: ignore[attr-defined]
-            self._running = None
-
-    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
-        """The job's next token; nothing when it was cancelled while its prompt was prefilled."""
-        running = self._running
-        assert running is not None
-        try:
-            token, logprobs = next(running.generation)
-        except _CancelledInPrefillError:
-            return []
-        running.tokens.append(token)
-        finish = self._finish(running, token)
-        event = running.choice.event(token, finish, logprobs)
-        if isinstance(event, Failed) or finish is not None:
-            self.remove([running.choice.job])
-            if self._loaded.draft_model is None:
-                self._loaded.prefix_cache.store(running.tokens, running.cache)
-        return [(running.choice.job, event)]
-
-    def close(self) -> None:
-        """Nothing is held between jobs."""
-        self._running = None
-
-    def _cache(self, job: Job) -> tuple[list[Any], int]:
-        # Not reused with a draft model: after its last token the two models' caches hold different lengths.
-        if self._loaded.draft_model is not None:
-            return make_prompt_cache(self._loaded.model) + make_prompt_cache(self._loaded.draft_model), 0
-        cache, cached_tokens = self._loaded.prefix_cache.fetch(job.prompt.tokens)
-        return cache or make_prompt_cache(self._loaded.model), cached_tokens
-
-    def _finish(self, running: _Running, token: int) -> Literal["stop", "length"] | None:
-        if token in self._loaded.eos_ids:
-            return "stop"
-        job = running.choice.job
-        n_output = len(running.tokens) - len(job.prompt.tokens)
-        return "length" if n_output >= job.sampling.max_tokens else None
-
-    def _generate(self, choice: _Choice, cache: list[Any], cached_tokens: int) -> Iterator[tuple[int, mx.array]]:
-        job = choice.job
-        prompt = mx.array(job.prompt.tokens[cached_tokens:])
-        options: dict[str, Any] = {
-            "max_tokens": job.sampling.max_tokens,
-            "sampler": choice.sampler,
-            "logits_processors": choice.processors,
-            "prompt_cache": cache,
-            "prefill_step_size": self._options.prefill_step_size,
-            "kv_bits": self._options.kv_bits,
-            "kv_group_size": self._options.kv_group_size,
-            "quantized_kv_start": self._options.quantized_kv_start,
-        }
-        if self._loaded.draft_model is not None:
-            options["num_draft_tokens"] = job.sampling.n_draft_tokens
-            for token, logprobs, _ in speculative_generate_step(
-                prompt, self._loaded.model, self._loaded.draft_model, **options
-            ):
-                yield int(token), logprobs
-            return
-        options["prompt_progress_callback"] = _stop_when_cancelled(job)
-        yield from generate_step(prompt, self._loaded.model, **options)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
-    choice: _Choice
-    cache: list[Any]
-    generation: Iterator[tuple[int, mx.array]]
-    tokens: list[int]
+    """A sequence in the generator. ``n_done`` tokens of its prompt are in its KV cache, ``n_cached`` from the start.
+
+    ``marks``: where a copy of the cache is still to be kept.
+    """
+
+    choice: Choice
+    ids: Ids
+    n_cached: int
+    marks: list[int]
+    uid: int = -1
+    n_done: int = 0
+    is_decoding: bool = False
+
+    def __post_init__(self) -> None:
+        self.n_done = self.n_cached
+
+    @property
+    def n_left(self) -> int:
+        return len(self.ids) - self.n_done
+
+    def will_give(self, n_common: int, *, trimmable: bool) -> int:
+        """How much of what it has in common with another prompt can be had once it has got there."""
+        if trimmable:
+            return n_common
+        return max((mark for mark in self.marks if mark <= n_common), default=0)
 
 
-class _CancelledInPrefillError(Exception):
-    pass
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A job that has not begun."""
 
+    choice: Choice
+    ids: Ids
+    cache_version: int = -1
+    n_kept: int = 0
+    _common: dict[int, int] = field(default_factory=dict)
 
-def _stop_when_cancelled(job: Job) -> Any:
-    # Called by generate_step after each chunk of the prompt: the only way out of a long prefill.
-    def progress(_done: int, _total: int) -> None:
-        if job.cancelled:
-            raise _CancelledInPrefillError
-
-    return progress
-
-
-@dataclass(slots=True)
-class _Choice:
-    """How one job's tokens are chosen, and what its events are made from."""
-
-    job: Job
-    sampler: Any
-    processors: list[Any]
-    constraint: Constraint | None
-    rows: ModelRows | None
-    n_output: int = 0
-
-    def event(self, token: int, finish: Any, logprobs: mx.array) -> TokenEvent | Failed:
-        """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
-        position = self.n_output
-        self.n_output += 1
-        if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
-            return Failed(self.job.index, _grammar_failed(self.constraint.fault))
-        k = self.job.sampling.top_logprobs
-        if k is None:
-            return TokenEvent(self.job.index, token, finish)
-        # Without processors, mlx-lm's are the model's own.
-        own = self.rows.take(position) if self.rows is not None and self.processors else logprobs
-        return TokenEvent(self.job.index, token, finish, float(own[token]), _top(own, k))
-
-
-def _choice(job: Job, loaded: Loaded) -> _Choice:
-    """Raises ApiError 400."""
-    _check(job, loaded.vocab_size)
-    sampling = job.sampling
-    constraint = _constraint(sampling, loaded)
-    rows = ModelRows() if sampling.top_logprobs is not None else None
-    sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
-    return _Choice(job, sampler, make_processors(sampling, constraint, rows), constraint, rows)
-
-
-def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
-    if sampling.grammar is not None:
-        if loaded.vocabulary is None:
-            raise ApiError(400, "This model does not serve grammars.")
-        return Constraint(sampling, loaded.eos_ids, loaded.vocabulary.matcher(sampling.grammar))
-    return Constraint(sampling, loaded.eos_ids) if sampling.min_tokens or sampling.ignore_eos else None
-
-
-def _grammar_failed(fault: str) -> ApiError:
-    return ApiError(400, f"The grammar became too complex while this answer was generated: {fault}")
-
-
-def _check(job: Job, vocab_size: int) -> None:
-    """The last look at what comes from a client. Raises ApiError 400."""
-    if not job.prompt.tokens:
-        raise ApiError(400, "The prompt is empty.", param="prompt")
-    check_ids(job.prompt.tokens, vocab_size, "prompt")
-    check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
-
-
-def _top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:
-    """The k likeliest tokens of one row, falling. ``logprobs`` has shape (vocab,)."""
-    if k == 0:
-        return ()
-    k = min(k, logprobs.shape[0])
-    ids = mx.argpartition(-logprobs, kth=k - 1)[:k]
-    values = logprobs[ids]
-    order = mx.argsort(-values)
-    return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))  # type: ignore[arg-type]
+    def common(self, running: _Running) -> int:
+        """How much of the prompt is a running one's too; never all of it, for one token has to be left."""
+        if running.uid not in self._common:
+            self._common[running.uid] = min(common(self.ids, running.ids), len(self.ids) - 1)
+        return self._common[running.uid]

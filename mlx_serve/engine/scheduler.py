@@ -1,81 +1,86 @@
-"""Which job runs when. HTTP threads submit, poll and cancel; one worker thread steps. Knows no text and no HTTP.
+"""Which job runs when, on which model. HTTP threads submit, poll and cancel; one worker thread steps. Knows no text.
 
-    submit --> waiting --(admit: room in the backend)--> running --> its events
-                  |                                        |
-                  +---------- cancel, recover, stop -------+
+    submit --> waiting --(admit: a loaded model, a place in its batch, memory)--> running --> its events
+                  |                                                                |
+                  +------------------ cancel, time out, recover, stop -------------+
 
 A job is looked at, inserted and only then taken off the queue: whatever raises in between, it is still in a list, and
-its client is told. Only the worker thread touches ``_running`` and the backend; the queue is shared, under the lock.
+its client is told. Only the worker thread touches the slots and their backends; the queue is shared, under the lock.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Condition
-from typing import Literal, Protocol
+from typing import Literal
 
-from mlx_serve.core import ApiError, Event, Failed, Job, Started, TokenEvent
+from mlx_serve.core import ApiError, Event, Failed, Job, PromptLogprobs, TokenEvent
+from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.engine.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
 # Told to a refused client: about as long as a short answer takes, so that its retry finds room.
 RETRY_AFTER_S = 2
+# A step can't be interrupted, and a place is to be free within a second of its client's hanging up.
+IDLE_GAP_S = 0.7
 
 
-class Backend(Protocol):
-    """What generates tokens for one model. Made, stepped and closed on the worker thread.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the queue and of the pauses in a stream, in seconds; 0: no time-out."""
 
-    ``capacity`` is how many jobs it runs at a time.
-    """
-
-    capacity: int
-
-    def insert(self, job: Job) -> int:
-        """Take a job in; gives how many tokens of its prompt were cached. An ApiError concerns that job alone."""
-
-    def remove(self, jobs: Collection[Job]) -> None:
-        """Forget jobs, at whatever stage they are."""
-
-    def step(self) -> Sequence[tuple[Job, TokenEvent | Failed]]:
-        """Go one step on with all jobs; one that failed, or whose event has ``finish``, is forgotten.
-
-        Raising concerns them all.
-        """
-
-    def close(self) -> None:
-        """Give back what the backend holds."""
-
-
-OpenBackend = Callable[[str], Backend]
+    max_queue: int = 128
+    max_gap_s: float = 0.2
+    queue_timeout_s: float = 0.0
+    request_timeout_s: float = 0.0
+    model_ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What /health tells. ``model`` is the one that is loaded."""
+    """What /health tells. ``models`` are those in memory, the most recently used last."""
 
     status: Literal["ok", "loading", "stopped"]
-    model: str | None
+    models: tuple[str, ...]
     waiting: int
     running: int
 
 
-class Scheduler:
-    """First come, first served, for one model at a time: a job for another one waits until the running ones end."""
+@dataclass(slots=True)
+class _Slot:
+    """A model in memory."""
 
-    def __init__(self, open_backend: OpenBackend, *, max_queue: int) -> None:
-        self._open_backend = open_backend
-        self._max_queue = max_queue
+    backend: Backend
+    running: dict[Job, None] = field(default_factory=dict)
+    used_s: float = 0.0
+
+    @property
+    def n_prefilling(self) -> int:
+        return len(self.running) - self.backend.n_decoding
+
+
+class Scheduler:
+    """First come, first served, but for priorities; several models take turns step by step."""
+
+    def __init__(self, models: Models, limits: Limits = Limits(), clock: Callable[[], float] = time.monotonic) -> None:
+        self._models = models
+        self._limits = limits
+        self._clock = clock
         self._changed = Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: dict[Job, None] = {}
-        self._backend: Backend | None = None
-        self._model: str | None = None
+        self._waiting = Waiting()
+        # By name, the least recently used first. Only the worker thread writes; health() takes a copy.
+        self._slots: dict[str, _Slot] = {}
+        self._opening: tuple[str, Opening] | None = None
+        # Whom an exception concerns: the job on its way in, or the model whose step it is.
         self._admitting: Job | None = None
-        self._loading = False
+        self._stepping: str | None = None
+        # What kept prefixes held when they were last looked at.
+        self._bounded_bytes = 0
         self._served = False
         self._stopped = False
         self._cancelled = False
@@ -85,14 +90,19 @@ class Scheduler:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs of one request, all or none.
 
-        Raises ApiError: 503 when the engine has stopped, 429 when ``max_queue`` would be passed.
+        Raises ApiError: 503 when the engine has stopped, 429 when ``max_queue`` would be passed, 400 when a job's KV
+        cache could never fit.
         """
+        self._check_size(jobs)
         with self._changed:
             if self._stopped:
                 raise _stopping()
-            if len(self._waiting) + len(jobs) > self._max_queue:
-                raise _queue_full(self._max_queue, len(jobs))
-            self._waiting.extend(jobs)
+            if len(self._waiting) + len(jobs) > self._limits.max_queue:
+                raise _queue_full(self._limits.max_queue, len(jobs))
+            now = self._clock()
+            for job in jobs:
+                job.arrived_s = now
+            self._waiting.add(jobs)
             self._changed.notify_all()
 
     def poll(self, events: SimpleQueue[Event], timeout_s: float) -> Event | None:
@@ -116,60 +126,64 @@ class Scheduler:
             status: Literal["ok", "loading", "stopped"] = "ok"
             if self._stopped:
                 status = "stopped"
-            elif self._loading:
+            elif self._opening is not None and not self._served:
+                # Later loads are part of the service: a load balancer that saw "loading" would take the server out.
                 status = "loading"
-            return Health(status, self._model, len(self._waiting), len(self._running))
+            n_running = sum(len(slot.running) for slot in self._slots.values())
+            return Health(status, tuple(self._slots), len(self._waiting), n_running)
 
     # Called by the worker thread.
 
     def step(self) -> bool:
-        """Drop what was cancelled, admit what fits, go one step on. False: there was nothing to do."""
+        """Drop what has ended, load and admit what there is room for, go a step on. False: there was nothing to do."""
         self._drop_cancelled()
+        self._drop_late()
+        try:
+            self._continue_opening()
+        except ApiError as error:
+            self.recover(error)
         self._admit()
-        if not self._running or self._backend is None:
-            return False
-        for job, event in self._backend.step():
-            if isinstance(event, Failed) or event.finish is not None:
-                del self._running[job]
-            job.events.put(event)
-        return True
+        self._unload_expired()
+        active = [(name, slot) for name, slot in self._slots.items() if slot.running]
+        gap_s = self._gap_s([slot for _, slot in active])
+        for name, slot in active:
+            self._stepping = name
+            for job, event in slot.backend.step(gap_s):
+                if _is_last(event):
+                    slot.running.pop(job, None)
+                job.events.put(event)
+            self._stepping = None
+            slot.used_s = self._clock()
+        self._bound_caches()
+        return bool(active) or self._opening is not None
 
     def wait(self) -> None:
         """Block until there is something to do."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopped)
+            self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopped, self._next_expiry_s())
 
-    def load(self, model: str) -> None:
-        """Make ``model`` the one that is served; the former one is let go first, so that both never fill memory."""
-        # Later loads are part of the service: a load balancer that saw "loading" would take the server out.
-        self._loading = not self._served
-        try:
-            if self._backend is not None:
-                self._backend.close()
-                # Not a name more may hold it, or the old model stays in memory beside the new one.
-                self._backend, self._model = None, None
-            self._backend = self._open_backend(model)
-            self._model = model
-            self._served = True
-        finally:
-            self._loading = False
+    def load(self, name: str) -> None:
+        """Load a model now, with nothing else going on. Raises ApiError."""
+        self._open(name)
+        while self._opening is not None:
+            self._continue_opening()
 
     def recover(self, error: ApiError) -> None:
         """After ``step`` raised: fail those whom it concerns, so that the next step can go on.
 
-        A job on its way in fails alone (when its model can't be loaded, with all that wait for that model); otherwise
-        the whole batch fails, and the backend, whose state is unknown, is made anew.
+        A job on its way in fails alone; a model that can't be loaded fails all that wait for it; a step that failed
+        fails its model's jobs, and the backend, whose state is unknown, is made anew.
         """
         job, self._admitting = self._admitting, None
-        if job is None:
-            self._fail(self._running, error)
-            self._running.clear()
-            self._backend = None
-            self._model = None
-        elif self._backend is None:
-            self._fail(self._take(lambda other: other.model == job.model), error)
-        else:
+        name, self._stepping = self._stepping, None
+        if job is not None:
             self._fail(self._take(lambda other: other is job), error)
+        elif name is not None:
+            slot = self._slots.pop(name)
+            self._fail(slot.running, error)
+        elif self._opening is not None:
+            (name, _), self._opening = self._opening, None
+            self._fail(self._take(lambda other: other.model == name), error)
 
     def stop(self) -> None:
         """Refuse new jobs and fail all others. Any thread may call it; the worker's loop then ends."""
@@ -183,68 +197,235 @@ class Scheduler:
         return self._stopped
 
     def close(self) -> None:
-        """The worker's last act: nobody is left waiting, and the backend is closed on the thread that made it."""
+        """The worker's last act: nobody is left waiting, and backends are closed on the thread that made them."""
         self.stop()
-        self._fail(self._running, _stopping())
-        self._running.clear()
+        if self._opening is not None:
+            self._opening[1].close()
+            self._opening = None
+        for slot in self._slots.values():
+            self._fail(slot.running, _stopping())
+            slot.running.clear()
         self._fail(self._take(lambda _: True), _stopping())
-        backend, self._backend, self._model = self._backend, None, None
-        if backend is not None:
-            backend.close()
+        while self._slots:
+            self._slots.popitem()[1].backend.close()
+
+    # Letting go.
 
     def _drop_cancelled(self) -> None:
         with self._changed:
             if not self._cancelled:
                 return
             self._cancelled = False
-            self._waiting = deque(job for job in self._waiting if not job.cancelled)
-        gone = [job for job in self._running if job.cancelled]
-        if gone and self._backend is not None:
-            self._backend.remove(gone)
-        for job in gone:
-            del self._running[job]
+            self._waiting.take(lambda job: job.cancelled)
+        self._remove(lambda job: job.cancelled)
+
+    def _drop_late(self) -> None:
+        """Fail the jobs whose time is over."""
+        now = self._clock()
+        wait_s, total_s = self._limits.queue_timeout_s, self._limits.request_timeout_s
+        if wait_s:
+            self._fail(self._take(lambda job: now - job.arrived_s > wait_s), _waited_too_long(wait_s))
+        if total_s:
+            late = self._take(lambda job: now - job.arrived_s > total_s)
+            late += self._remove(lambda job: now - job.arrived_s > total_s)
+            self._fail(late, _took_too_long(total_s))
+
+    def _remove(self, unwanted: Callable[[Job], bool]) -> list[Job]:
+        """Take running jobs out of their batches."""
+        removed = []
+        for name, slot in self._slots.items():
+            gone = [job for job in slot.running if unwanted(job)]
+            if gone:
+                self._stepping = name
+                slot.backend.remove(gone)
+                self._stepping = None
+            for job in gone:
+                del slot.running[job]
+            removed += gone
+        return removed
+
+    # Models.
+
+    def _open(self, name: str) -> None:
+        """Begin to load a model; whoever has to give room for it must be idle by now."""
+        for other in list(self._slots):
+            if self._models.has_room([*self._slots, name]):
+                break
+            if not self._slots[other].running:
+                self._unload(other)
+        with self._changed:
+            self._opening = (name, self._models.open(name))
+
+    def _may_open(self, name: str) -> bool:
+        """Whether there is room for a model once the idle ones are gone."""
+        busy = [other for other, slot in self._slots.items() if slot.running]
+        return self._models.has_room([*busy, name]) or not busy
+
+    def _continue_opening(self) -> None:
+        if self._opening is None:
+            return
+        name, opening = self._opening
+        try:
+            next(opening)
+        except StopIteration as opened:
+            with self._changed:
+                self._slots[name] = _Slot(opened.value, used_s=self._clock())
+                self._opening = None
+                self._served = True
+
+    def _unload(self, name: str) -> None:
+        with self._changed:
+            slot = self._slots.pop(name)
+        slot.backend.close()
+        # Not a name more may hold it, or the old model stays in memory beside the new one.
+        del slot
+        self._models.unload(name)
+
+    def _unload_expired(self) -> None:
+        ttl_s, now = self._limits.model_ttl_s, self._clock()
+        if not ttl_s:
+            return
+        for name, slot in list(self._slots.items()):
+            if not slot.running and now - slot.used_s >= ttl_s:
+                log.info("unloading %s: not used for %g s", name, ttl_s)
+                self._unload(name)
+
+    def _next_expiry_s(self) -> float | None:
+        if not self._limits.model_ttl_s or not self._slots:
+            return None
+        first = min(slot.used_s for slot in self._slots.values())
+        return max(0.0, first + self._limits.model_ttl_s - self._clock())
+
+    # Admission.
 
     def _admit(self) -> None:
-        while (job := self._head()) is not None:
-            if job.model != self._model and self._running:
-                return
+        """Take in, in order, what there is room for.
+
+        A job that waits for memory holds back all behind it, or a stream of smaller ones would pass it by for ever;
+        one that waits for its model's batch or load holds back that model's jobs alone.
+        """
+        held: set[str] = set()
+        for job in self._in_line():
+            if job.model in held:
+                continue
             self._admitting = job
             try:
-                cached_tokens = self._insert(job)
+                place = self._place(job)
             except ApiError as error:
                 self.recover(error)
                 continue
             self._admitting = None
-            if cached_tokens is None:
+            if place == "blocked":
                 return
-            self._take(lambda other, job=job: other is job)  # type: ignore[misc]
-            self._running[job] = None
-            job.events.put(Started(job.index, cached_tokens))
+            if place == "held":
+                held.add(job.model)
 
-    def _insert(self, job: Job) -> int | None:
-        """Tokens cached, or None when the backend is full."""
-        if self._backend is None or job.model != self._model:
-            self.load(job.model)
-        assert self._backend is not None
-        if len(self._running) >= self._backend.capacity:
-            return None
-        return self._backend.insert(job)
-
-    def _head(self) -> Job | None:
+    def _place(self, job: Job) -> Literal["in", "held", "blocked"]:
+        slot = self._slots.get(job.model)
+        if slot is None:
+            return self._place_unloaded(job.model)
+        if len(slot.running) >= slot.backend.capacity:
+            return "held"
+        if not self._has_memory(job, slot):
+            return "blocked"
+        slot.backend.insert(job)
+        self._take(lambda other: other is job)
         with self._changed:
-            return self._waiting[0] if self._waiting else None
+            slot.running[job] = None
+            # The most recently used one last.
+            self._slots[job.model] = self._slots.pop(job.model)
+        return "in"
+
+    def _place_unloaded(self, name: str) -> Literal["held", "blocked"]:
+        if self._opening is not None:
+            return "held"
+        if not self._may_open(name):
+            return "blocked"
+        self._open(name)
+        return "held"
+
+    def _has_memory(self, job: Job, slot: _Slot) -> bool:
+        """Whether the job's KV cache fits beside those that run; kept prefixes yield. Raises ApiError 400: never."""
+        self._check_alone(job, slot)
+        while (limit := self._models.kv_limit(list(self._slots))) is not None:
+            wanted = self._running_bytes() + slot.backend.kv_bytes([*slot.running, job])
+            wanted -= slot.backend.kv_bytes(slot.running)
+            if wanted <= limit:
+                self._shrink_caches(limit - wanted)
+                return True
+            # Idle models go only when there is nothing to wait for.
+            idle = [name for name, other in self._slots.items() if other is not slot]
+            if not idle or any(other.running for other in self._slots.values()):
+                return False
+            self._unload(idle[0])
+        return True
+
+    def _check_alone(self, job: Job, slot: _Slot) -> None:
+        # With no other model in memory: those can go.
+        limit = self._models.kv_limit([job.model])
+        if limit is not None and (alone := slot.backend.kv_bytes([job])) > limit:
+            raise _never_fits(job, alone, limit)
+
+    def _running_bytes(self) -> int:
+        """What the KV caches of all that runs can come to."""
+        return sum(slot.backend.kv_bytes(slot.running) for slot in self._slots.values() if slot.running)
+
+    def _cached_bytes(self) -> int:
+        return sum(slot.backend.cache_bytes for slot in self._slots.values())
+
+    def _bound_caches(self) -> None:
+        """After a step may have kept more prefixes."""
+        cached = self._cached_bytes()
+        if cached > self._bounded_bytes:
+            limit = self._models.kv_limit(list(self._slots))
+            if limit is not None:
+                self._shrink_caches(limit - self._running_bytes())
+                cached = self._cached_bytes()
+        self._bounded_bytes = cached
+
+    def _shrink_caches(self, max_bytes: int) -> None:
+        """The least recently used model's prefixes go first."""
+        excess = self._cached_bytes() - max(0, max_bytes)
+        for slot in self._slots.values():
+            if excess <= 0:
+                return
+            held = slot.backend.cache_bytes
+            slot.backend.shrink_cache(max(0, held - excess))
+            excess -= held - slot.backend.cache_bytes
+
+    def _check_size(self, jobs: Iterable[Job]) -> None:
+        """What can't ever fit is refused before it queues, when its model is in memory and can tell."""
+        with self._changed:
+            slots = dict(self._slots)
+        for job in jobs:
+            if job.model in slots:
+                self._check_alone(job, slots[job.model])
+
+    def _gap_s(self, active: Sequence[_Slot]) -> float:
+        """Seconds of prefill that each model may do in this step."""
+        n_prefilling = sum(slot.n_prefilling > 0 for slot in active)
+        gap_s = self._limits.max_gap_s if any(slot.backend.n_decoding for slot in active) else IDLE_GAP_S
+        return gap_s / max(1, n_prefilling)
+
+    def _in_line(self) -> list[Job]:
+        with self._changed:
+            return list(self._waiting)
 
     def _take(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Take the jobs that are wanted off the queue."""
         with self._changed:
-            taken = [job for job in self._waiting if wanted(job)]
-            self._waiting = deque(job for job in self._waiting if not wanted(job))
-        return taken
+            return self._waiting.take(wanted)
 
     @staticmethod
     def _fail(jobs: Collection[Job], error: ApiError) -> None:
         for job in jobs:
             job.events.put(Failed(job.index, error))
+
+
+def _is_last(event: Event) -> bool:
+    if isinstance(event, TokenEvent):
+        return event.finish is not None
+    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)
 
 
 def _queue_full(max_queue: int, n_jobs: int) -> ApiError:
@@ -257,11 +438,43 @@ def _queue_full(max_queue: int, n_jobs: int) -> ApiError:
         f"The server is busy: {max_queue} sequences are waiting already (--max-queue). Try again soon.",
         type="rate_limit_error",
         code="rate_limit_exceeded",
-        headers=(("Retry-After", str(RETRY_AFTER_S)),),
+        headers=_retry(),
+    )
+
+
+def _never_fits(job: Job, wanted: int, limit: int) -> ApiError:
+    n_prompt, n_output = len(job.prompt.tokens), job.sampling.max_tokens
+    return ApiError(
+        400,
+        f"The request needs {wanted} bytes of KV cache ({n_prompt} prompt tokens and 'max_tokens' {n_output}); this "
+        f"server has {limit} (--kv-cache-bytes, --memory-bytes). Ask for fewer tokens.",
+        param="max_tokens",
+        code="kv_cache_exceeded",
+    )
+
+
+def _waited_too_long(limit_s: float) -> ApiError:
+    return ApiError(
+        503,
+        f"The request waited {limit_s:g} seconds for its turn (--queue-timeout). Try again later.",
+        type="server_error",
+        code="queue_timeout",
+        headers=_retry(),
+    )
+
+
+def _took_too_long(limit_s: float) -> ApiError:
+    return ApiError(
+        504,
+        f"The request was not done after {limit_s:g} seconds (--request-timeout).",
+        type="server_error",
+        code="request_timeout",
     )
 
 
 def _stopping() -> ApiError:
-    return ApiError(
-        503, "The server is shutting down.", type="server_error", headers=(("Retry-After", str(RETRY_AFTER_S)),)
-    )
+    return ApiError(503, "The server is shutting down.", type="server_error", headers=_retry())
+
+
+def _retry() -> tuple[tuple[str, str], ...]:
+    return (("Retry-After", str(RETRY_AFTER_S)),)

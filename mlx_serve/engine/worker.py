@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
 
-from mlx_serve.core import ApiError
+from mlx_serve.engine.errors import internal
 from mlx_serve.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -60,10 +60,4 @@ class Worker(Thread):
                 self._scheduler.wait()
         except Exception:  # the thread boundary: whatever went wrong in a step concerns its requests, not the server
             log.exception("a generation step failed")
-            self._scheduler.recover(_internal_error())
-
-
-def _internal_error() -> ApiError:
-    return ApiError(
-        500, "The model failed while generating this answer; the server's log says why.", type="server_error"
-    )
+            self._scheduler.recover(internal())

@@ -26,6 +26,7 @@ from mlx_serve.core import ApiError, ClientGone, RawRequest, Response
 from mlx_serve.wire import access
 from mlx_serve.wire.admission import admit, check_expectation
 from mlx_serve.wire.body import LengthBody, body_decoder
+from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import Head, Refusal
 from mlx_serve.wire.intake import receive_body
@@ -55,6 +56,7 @@ class Setting:
     options: ServerOptions
     application: Application
     draining: Callable[[], bool]
+    bodies: BodyBudget
 
 
 class Exchange:
@@ -70,6 +72,8 @@ class Exchange:
         self._notes: dict[str, str | int] = {}
         self._n_written_before = channel.n_written
         self._n_body = 0
+        # Of the budget for all bodies.
+        self._n_held = 0
         # Where the body ends is known and it has been read up to there: the next byte begins a request.
         self._in_step = self._head is not None and self._head.body in (None, 0)
         self._kept = False
@@ -87,6 +91,7 @@ class Exchange:
             _log.exception("request %s failed", self._request_id)
             self._fail()
         finally:
+            self._setting.bodies.release(self._n_held)
             self._write_log(status or self._reply.status)
         if status:
             return "gone"
@@ -161,11 +166,15 @@ class Exchange:
         # Just before the body is read, and not when it is already coming (RFC 9110 10.1.1).
         if head.expect is not None and not self._channel.leftover:
             self._channel.write(_CONTINUE)
-        body = receive_body(self._channel, decoder, options, options.body_timeout_s)
+        body = receive_body(self._channel, decoder, options, options.body_timeout_s, self._hold)
         self._in_step = True
         self._n_body = len(body)
         self._log_body("request", body)
         return body
+
+    def _hold(self, n_bytes: int) -> None:
+        self._setting.bodies.hold(n_bytes)
+        self._n_held += n_bytes
 
     def _discard_body(self, head: Head) -> None:
         """Reads the body of a request that is refused, if that is cheap and sure; else the connection will close."""
@@ -173,7 +182,7 @@ class Exchange:
             return
         options = self._setting.options
         try:
-            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s)
+            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s, lambda _: None)
             self._in_step = True
         except Refusal as refusal:
             self._note("discard", refusal.message)

@@ -42,6 +42,7 @@ class ServerOptions:
     # How long a client may go on sending after a refusal, so that it reads the reply instead of a reset.
     linger_s: float = 2.0
     max_connections: int = 512
+    max_total_body_bytes: int = 256 * 2**20
     backlog: int = 1024
     tls_cert: str | None = None
     tls_key: str | None = None

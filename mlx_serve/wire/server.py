@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 
 from mlx_serve.wire.admission import unavailable
+from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.exchange import Setting, new_request_id
 from mlx_serve.wire.listener import Listener
 from mlx_serve.wire.options import Application, ServerOptions
@@ -30,7 +31,9 @@ class Server:
         self._application = application
         self._options = options
         self._roster = Roster(options.max_connections)
-        self._setting = Setting(options, application, lambda: self._roster.draining)
+        self._setting = Setting(
+            options, application, lambda: self._roster.draining, BodyBudget(options.max_total_body_bytes)
+        )
         self._listener = Listener(self._setting, self._roster, self._full)
 
     @property

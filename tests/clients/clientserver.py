@@ -22,7 +22,7 @@ from mlx_serve.api.endpoints import Api, Services
 from mlx_serve.core import ApiError, Job, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.options import ServerOptions
@@ -262,7 +262,7 @@ def served(
     models = FakeModels(lambda _: FakeBackend(capacity=capacity, answer=answer, on_step=steps))
     context_tokens = None if script is None else CONTEXT_TOKENS
     entry = ModelEntry(MODEL, Path(MODEL), 1_700_000_000, context_tokens=context_tokens, vocab_size=262)
-    scheduler = Scheduler(models.open_backend, max_queue=max_queue)
+    scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
     app = Checked(Api(Services(scheduler, Catalog(entry, [MODEL]), models, "fp_test")))
     options = ServerOptions(address=("127.0.0.1", 0), access=AccessPolicy(api_keys=api_keys))

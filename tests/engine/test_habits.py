@@ -10,7 +10,7 @@ from tinymodel import write_model
 
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
@@ -41,7 +41,7 @@ def serving(*flags):
     """The server that a command line for mlx_lm.server starts; gives a function that posts to it."""
     settings = config.from_args([str(flag) for flag in flags], {})
     catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models.open_backend, max_queue=16)
+    scheduler = Scheduler(models, Limits(max_queue=16))
     worker = Worker(scheduler, catalog.default.name, models.close)
     server = Server(Api(cli.services(settings, catalog, models, scheduler)), ServerOptions(address=("127.0.0.1", 0)))
     accepting = threading.Thread(target=server.serve_forever)

@@ -9,9 +9,11 @@ from tinymodel import CONFIG, EOS, write_model
 
 from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
 from mlx_serve.engine.catalog import Catalog, read_entry
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions, SingleBackend, SingleOptions
+from mlx_serve.engine.memory import MemoryBudget
+from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.models import LoadError, ModelStore, locate
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
+from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker
 
 DEADLINE_S = 60
@@ -28,6 +30,16 @@ def store_of(root, **options):
     catalog = Catalog(roots=[root])
     options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}, **options}
     return catalog, ModelStore(catalog, prompt_cache_size=4, prompt_cache_bytes=None, **options)
+
+
+def opened(store, name):
+    """The backend of a model that is loaded without pause."""
+    opening = store.open(name)
+    while True:
+        try:
+            next(opening)
+        except StopIteration as done:
+            return done.value
 
 
 def test_the_tokenizer_is_kept_and_works(root):
@@ -73,8 +85,8 @@ def run(scheduler, model, prompt=(1, 2, 3), n=4):
 
 @pytest.fixture
 def scheduler(root):
-    _, store = store_of(root)
-    scheduler = Scheduler(store.open_backend, max_queue=8)
+    _, store = store_of(root, budget=MemoryBudget(max_models=1))
+    scheduler = Scheduler(store, Limits(max_queue=8))
     worker = Worker(scheduler, None, store.close)
     worker.start()
     yield scheduler
@@ -108,7 +120,7 @@ def test_whatever_is_wrong_with_a_model_is_a_load_error(root, name, content):
     _catalog, store = store_of(root)
     (root / "one" / name).write_text(content)
     with pytest.raises(ApiError) as caught:
-        store.open_backend("one")
+        opened(store, "one")
     assert isinstance(caught.value.__cause__, LoadError)
     assert "\n" not in str(caught.value.__cause__)
 
@@ -126,8 +138,8 @@ def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
 def test_what_cannot_be_batched_runs_alone(root):
     _, batched = store_of(root)
     _, quantized = store_of(root, single=SingleOptions(kv_bits=4))
-    assert isinstance(batched.open_backend("one"), BatchBackend)
-    assert isinstance(quantized.open_backend("one"), SingleBackend)
+    assert isinstance(opened(batched, "one"), BatchBackend)
+    assert isinstance(opened(quantized, "one"), SingleBackend)
 
 
 def with_draft(root, **config):
@@ -141,30 +153,31 @@ def with_draft(root, **config):
 
 def test_a_draft_model_drafts_for_the_default_model_alone(root):
     store = with_draft(root)
-    assert isinstance(store.open_backend("main"), SingleBackend)
-    assert isinstance(store.open_backend("two"), BatchBackend)
+    assert isinstance(opened(store, "main"), SingleBackend)
+    assert isinstance(opened(store, "two"), BatchBackend)
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 300}, {"model_type": "unknown"}])
 def test_a_draft_model_that_does_not_fit_is_named(root, config):
     with pytest.raises(ApiError) as caught:
-        with_draft(root, **config).open_backend("main")
+        opened(with_draft(root, **config), "main")
     assert str(root / "draft") in str(caught.value.__cause__)
 
 
 def test_the_old_model_is_gone_before_the_next_is_read(root, monkeypatch):
-    _, store = store_of(root)
-    scheduler = Scheduler(store.open_backend, max_queue=8)
+    _, store = store_of(root, budget=MemoryBudget(max_models=1))
+    scheduler = Scheduler(store, Limits(max_queue=8))
     scheduler.load("one")
-    old = weakref.ref(store._loaded[1].model)
+    old = weakref.ref(store._loaded["one"].model)
     read = store._read
     monkeypatch.setattr(store, "_read", lambda entry: (old() is None or pytest.fail("both in memory"), read(entry))[1])
     scheduler.load("two")
+    assert scheduler.health().models == ("two",)
 
 
 def test_a_failing_step_keeps_the_weights_in_memory(root):
     _, store = store_of(root)
-    assert store.open_backend("one")._loaded is store.open_backend("one")._loaded
+    assert opened(store, "one")._loaded is opened(store, "one")._loaded
 
 
 def test_locate_takes_a_directory_as_it_is(root):

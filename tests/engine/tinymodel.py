@@ -5,10 +5,10 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma3_text, llama
+from mlx_lm.models import gemma3_text, lfm2, llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from mlx_serve.engine.mlx_backend import Loaded
+from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.prefix_cache import PrefixCache
 
 VOCAB_SIZE = 260
@@ -59,6 +59,34 @@ def tiny_gemma():
         "query_pre_attn_scalar": 8,
     }
     model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(args))
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_lfm2():
+    """A model with a recurrent state in one layer and a KV cache in the other."""
+    mx.random.seed(2)
+    args = {
+        "model_type": "lfm2",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_multiple_of": 8,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 64,
+        "layer_types": ["conv", "full_attention"],
+    }
+    model = lfm2.Model(lfm2.ModelArgs.from_dict(args))
+    scaled = [(name, value * 4 if value.ndim > 1 else value) for name, value in tree_flatten(model.parameters())]
+    model.load_weights(scaled)
     mx.eval(model.parameters())
     return model
 

@@ -19,7 +19,13 @@ MAY_IMPORT = {
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
     "engine/sampling.py",
+    "engine/choice.py",
+    "engine/kv_size.py",
     "engine/prefix_cache.py",
+    "engine/scoring.py",
+    "engine/single_backend.py",
+    "engine/cache_state.py",
+    "engine/disk_cache.py",
     "engine/models.py",
     "probe.py",
     "demo.py",
@@ -56,4 +62,5 @@ def test_only_the_named_modules_import_mlx(module):
 def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
     code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
+    code += "import mlx_serve.engine.cache_store\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

@@ -7,7 +7,8 @@ from importlib.metadata import distribution
 import pytest
 
 from mlx_serve import config
-from mlx_serve.config import from_args, size
+from mlx_serve.config import from_args
+from mlx_serve.flags import size
 
 
 def test_defaults_are_mlx_lm_server_s():
@@ -57,10 +58,60 @@ def test_a_command_line_for_mlx_lm_server_runs():
     assert (settings.kv_bits, settings.pipeline, settings.trust_remote_code) == (4, True, True)
 
 
+def test_prompt_caches_on_disk_are_off_until_a_directory_is_named():
+    settings = from_args([], {})
+    assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == (None, 10**10)
+    settings = from_args(["--prompt-cache-dir", "/c", "--prompt-cache-disk-bytes", "2GiB"], {})
+    assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == ("/c", 2 * 2**30)
+
+
 def test_model_directories_come_from_the_flag_or_the_environment():
     environ = {"MLX_MODEL_PATH": "/a:/b"}
     assert from_args([], environ).model_dir == ("/a", "/b")
     assert from_args(["--model-dir", "/c"], environ).model_dir == ("/c",)
+
+
+@pytest.mark.parametrize("line", ["--model m --model n=/x", "--model m n=/x"])
+def test_several_models(line):
+    assert from_args(line.split(), {}).model == ("m", "n=/x")
+
+
+def test_adapters_and_aliases_are_pairs():
+    settings = from_args(["--adapter", "a=/x", "--alias", "b=c", "--alias", "claude-*=d=e"], {})
+    assert settings.adapter == (("a", "/x"),)
+    assert settings.alias == (("b", "c"), ("claude-*", "d=e"))
+
+
+def test_an_abbreviation_is_taken_as_mlx_lm_server_takes_it():
+    assert from_args(["--served", "a"], {}).served_model_name == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max-tokns 5", "unrecognized arguments: --max-tokns 5 (did you mean --max-tokens?)"),
+        ("--aliass=x", "unrecognized arguments: --aliass=x (did you mean --alias?)"),
+        ("--qqqqqq", "unrecognized arguments: --qqqqqq\n"),
+        ("loose", "unrecognized arguments: loose\n"),
+        ("--alias x", "argument --alias: 'x' is not of the form NAME=VALUE"),
+        ("--adapter =x", "argument --adapter: '=x' is not of the form NAME=VALUE"),
+        ("--port x", "argument --port: 'x' is not an integer between 0 and 65535"),
+        ("--temp nan", "argument --temp: nan is not a number between 0 and 2"),
+        ("--max-body-bytes " + "9" * 400, "argument --max-body-bytes: not a size"),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_said(line, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        from_args(line.split(), {})
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_flags_of_the_engine():
+    settings = from_args([], {})
+    assert (settings.max_loaded_models, settings.memory_bytes, settings.kv_cache_bytes) == (4, None, None)
+    assert (settings.model_ttl, settings.queue_timeout, settings.request_timeout) == (None, 600.0, 0.0)
+    assert settings.max_itl_ms == 200.0
 
 
 def test_a_model_may_have_several_names():
@@ -86,12 +137,17 @@ def test_sizes(text, n):
         "--max-body-bytes 5Q",
         "--max-body-bytes -5",
         "--max-queue 0",
+        "--prompt-cache-disk-bytes 0",
         "--kv-bits 5",
         "--kv-group-size 8",
         "--chat-template-args [1]",
         "--chat-template-args {",
         "--log-level LOUD",
         "--no-such-flag",
+        "--max-loaded-models 0",
+        "--memory-bytes x",
+        "--queue-timeout 0",
+        "--model-ttl -1",
     ],
 )
 def test_a_bad_flag_is_a_usage_error(line, capsys):

@@ -1,13 +1,15 @@
 """The scheduler on the fake backend, stepped by hand, and under the worker thread."""
 
 import threading
+import time
 from queue import SimpleQueue
+from typing import ClassVar
 
 import pytest
 
 from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, Started, TokenEvent
-from mlx_serve.engine.fake_backend import EOS, FakeBackend
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels
+from mlx_serve.engine.scheduler import Health, Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 
 DEADLINE_S = 20
@@ -46,22 +48,24 @@ class Failing(FakeBackend):
             raise RuntimeError("insert")
         return super().insert(a_job)
 
-    def step(self):
+    def step(self, gap_s):
         if self.bad:
             raise RuntimeError("step")
-        return super().step()
+        return super().step(gap_s)
 
 
-def make(capacity=4, max_queue=8, backend=FakeBackend):
+def make(capacity=4, max_queue=8, backend=FakeBackend, max_loaded=1, kv_limit=None, clock=time.monotonic, limits=None):
+    """A scheduler, and the list of the backends that it opens. A token takes one byte of KV cache."""
     opened = []
 
-    def open_backend(name):
+    def make_backend(name):
         if name == "broken":
             raise ApiError(500, "cannot load", type="server_error")
-        opened.append((name, backend(capacity=capacity)))
+        opened.append((name, backend(capacity=capacity, token_bytes=1)))
         return opened[-1][1]
 
-    return Scheduler(open_backend, max_queue=max_queue), opened
+    models = FakeModels(make_backend, max_loaded=max_loaded, kv_limit=kv_limit)
+    return Scheduler(models, Limits(max_queue=max_queue, **(limits or {})), clock), opened
 
 
 def test_a_job_starts_gives_its_tokens_and_ends():
@@ -82,6 +86,7 @@ def test_max_tokens_ends_a_job():
 
 def test_jobs_join_and_leave_at_any_step():
     scheduler, _ = make()
+    scheduler.load("m")
     a, b = job("aaaa"), job("bb")
     scheduler.submit([a])
     scheduler.step()
@@ -94,6 +99,7 @@ def test_jobs_join_and_leave_at_any_step():
 
 def test_no_more_run_than_the_backend_takes_and_the_first_come_first():
     scheduler, _ = make(capacity=2)
+    scheduler.load("m")
     jobs = [job("abcd"[: i + 1]) for i in range(4)]
     scheduler.submit(jobs)
     scheduler.step()
@@ -129,6 +135,7 @@ def test_a_request_that_could_never_be_queued_is_not_told_to_come_back():
 
 def test_cancelling_frees_a_place_waiting_or_running():
     scheduler, _ = make(capacity=1)
+    scheduler.load("m")
     a, b, c = job("aaaa"), job("bbbb"), job("cc")
     scheduler.submit([a, b, c])
     scheduler.step()
@@ -219,12 +226,15 @@ def test_a_first_model_that_cannot_be_loaded_is_told_to_who_waits():
 
 
 def test_stopping_tells_everyone_and_refuses_the_next():
-    hold = threading.Event()
-    scheduler = Scheduler(lambda _: FakeBackend(capacity=1, on_step=lambda _: hold.wait(DEADLINE_S)), max_queue=8)
+    hold, started = threading.Event(), SimpleQueue()
+    models = FakeModels(
+        lambda _: FakeBackend(capacity=1, on_step=lambda jobs: (started.put(jobs), hold.wait(DEADLINE_S)))
+    )
+    scheduler = Scheduler(models, Limits(max_queue=8))
     worker = worker_of(scheduler)
     running, waiting = job("aaaa"), job("bbbb")
     scheduler.submit([running, waiting])
-    assert isinstance(running.events.get(timeout=DEADLINE_S), Started)
+    assert isinstance(started.get(timeout=DEADLINE_S), list)
     scheduler.stop()
     hold.set()
     worker.join(DEADLINE_S)
@@ -240,7 +250,7 @@ def test_whatever_ends_the_worker_nobody_is_left_waiting():
     def end(_jobs):
         raise SystemExit
 
-    scheduler = Scheduler(lambda _: FakeBackend(on_step=end), max_queue=8)
+    scheduler = Scheduler(FakeModels(lambda _: FakeBackend(on_step=end)), Limits(max_queue=8))
     a = job()
     scheduler.submit([a])
     worker = worker_of(scheduler)
@@ -271,3 +281,265 @@ def test_many_threads_each_get_their_own_tokens_while_others_cancel():
     worker.stop()
     assert results == {i: f"client {i}" * 5 for i in range(64) if i % 3}
     assert (scheduler.health().waiting, scheduler.health().running) == (0, 0)
+
+
+# Several models
+
+
+def test_models_with_room_for_both_decode_in_turn():
+    scheduler, opened = make(max_loaded=2)
+    a, b = job("aaaa", model="m1"), job("bbbb", model="m2")
+    scheduler.submit([a])
+    while not tokens_of(events_of(a)):
+        scheduler.step()
+    scheduler.submit([b])
+    seen_b = []
+    while not seen_b:
+        scheduler.step()
+        seen_b = tokens_of(events_of(b))
+    assert scheduler.health().models == ("m1", "m2")
+    assert scheduler.health().running == 2
+    run(scheduler)
+    assert [name for name, _ in opened] == ["m1", "m2"]
+    assert tokens_of(events_of(b)) == [98, 98, 98, EOS]
+
+
+def test_a_model_loads_while_another_decodes():
+    scheduler, _ = make(max_loaded=2)
+    scheduler.load("m1")
+    a, b = job("a" * 20, model="m1"), job("b", model="m2")
+    scheduler.submit([a, b])
+    scheduler.step()
+    assert scheduler.health().models == ("m1",)
+    assert tokens_of(events_of(a)) == [97]
+    scheduler.step()
+    assert tokens_of(events_of(a)) == [97]
+    scheduler.step()
+    assert scheduler.health().models == ("m1", "m2")
+
+
+def test_the_idle_model_used_longest_ago_gives_room():
+    scheduler, opened = make(max_loaded=2)
+    for model in ("m1", "m2", "m1", "m3"):
+        one = job("a", model=model)
+        scheduler.submit([one])
+        run(scheduler)
+        assert tokens_of(events_of(one)) == [97, EOS]
+    assert scheduler.health().models == ("m1", "m3")
+    assert [name for name, _ in opened] == ["m1", "m2", "m3"]
+
+
+def test_a_job_for_a_model_without_room_is_not_passed_by_for_ever():
+    scheduler, _ = make(max_loaded=1)
+    scheduler.load("m1")
+    first, other = job("aaaa", model="m1"), job("b", model="m2")
+    scheduler.submit([first])
+    scheduler.step()
+    scheduler.submit([other])
+    late = job("c", model="m1")
+    scheduler.submit([late])
+    while scheduler.health().models != ("m2",):
+        assert scheduler.step()
+        assert not events_of(late)
+    run(scheduler)
+    assert tokens_of(events_of(other)) == [98, EOS]
+    assert tokens_of(events_of(late)) == [99, EOS]
+
+
+def test_one_model_s_failing_step_leaves_the_other_one_alone():
+    scheduler, opened = make(max_loaded=2, backend=Failing)
+    scheduler.load("m1")
+    scheduler.load("m2")
+    a, b = job("aaa", model="m1"), job("bbb", model="m2")
+    scheduler.submit([a, b])
+    scheduler.step()
+    opened[0][1].bad = True
+    with pytest.raises(RuntimeError):
+        scheduler.step()
+    scheduler.recover(ApiError(500, "failed"))
+    run(scheduler)
+    assert isinstance(events_of(a)[-1], Failed)
+    assert tokens_of(events_of(b)) == [98, 98, 98, EOS]
+    again = job("a", model="m1")
+    scheduler.submit([again])
+    run(scheduler)
+    assert tokens_of(events_of(again)) == [97, EOS]
+
+
+def test_a_load_that_fails_half_way_fails_those_who_wait_for_it():
+    class HalfWay(FakeModels):
+        def open(self, name):
+            yield
+            raise ApiError(500, "cannot load")
+
+    scheduler = Scheduler(HalfWay())
+    jobs = [job("a"), job("b")]
+    scheduler.submit(jobs)
+    run(scheduler)
+    assert [events_of(one)[-1].error.status for one in jobs] == [500, 500]
+    assert scheduler.health() == Health("ok", (), 0, 0)
+
+
+def test_a_model_that_nobody_uses_is_let_go():
+    clock = Clock()
+    scheduler, _ = make(limits={"model_ttl_s": 60}, clock=clock)
+    scheduler.load("m")
+    clock.now += 59
+    scheduler.step()
+    assert scheduler.health().models == ("m",)
+    clock.now += 1
+    scheduler.step()
+    assert scheduler.health().models == ()
+
+
+# Memory
+
+
+def test_a_job_waits_until_its_kv_cache_fits():
+    scheduler, _ = make(kv_limit=30)
+    scheduler.load("m")
+    a, b, small = job("aaaa", max_tokens=16), job("bbbb", max_tokens=16), job("c", max_tokens=1)
+    scheduler.submit([a, b, small])
+    scheduler.step()
+    # The small one would fit, but a stream of such ones would keep the large one out for ever.
+    assert (scheduler.health().running, scheduler.health().waiting) == (1, 2)
+    run(scheduler)
+    assert [tokens_of(events_of(one))[-1] for one in (a, b)] == [EOS, EOS]
+
+
+def test_a_job_that_can_never_fit_is_refused_at_once():
+    scheduler, _ = make(kv_limit=30)
+    scheduler.load("m")
+    with pytest.raises(ApiError, match="--kv-cache-bytes") as caught:
+        scheduler.submit([job("aaaa", max_tokens=27)])
+    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+    assert scheduler.health().waiting == 0
+
+
+def test_a_job_that_can_never_fit_fails_when_its_model_is_loaded():
+    scheduler, _ = make(kv_limit=30)
+    large, other = job("aaaa", max_tokens=27), job("a", max_tokens=5)
+    scheduler.submit([large, other])
+    run(scheduler)
+    assert events_of(large)[-1].error.status == 400
+    assert tokens_of(events_of(other)) == [97, EOS]
+
+
+class Keeping(FakeBackend):
+    """Keeps 10 bytes for each job that it has seen."""
+
+    cache_bytes = 0
+
+    def insert(self, a_job):
+        super().insert(a_job)
+        self.cache_bytes += 10
+
+    def shrink_cache(self, max_bytes):
+        self.cache_bytes = min(self.cache_bytes, max_bytes)
+
+
+def test_kept_prefixes_yield_to_jobs_and_are_bounded():
+    scheduler, opened = make(kv_limit=30, backend=Keeping)
+    scheduler.load("m")
+    backend = opened[0][1]
+    for _ in range(5):
+        one = job("a", max_tokens=9)
+        scheduler.submit([one])
+        run(scheduler)
+        assert backend.cache_bytes <= 30
+    # Beside a running job that may come to 10 bytes.
+    assert backend.cache_bytes == 20
+    large = job("a", max_tokens=24)
+    scheduler.submit([large])
+    scheduler.step()
+    assert scheduler.health().running == 1
+    assert backend.cache_bytes <= 5
+
+
+# Order and time
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_priority_goes_before_arrival_but_not_for_ever():
+    clock = Clock()
+    scheduler, _ = make(capacity=1, clock=clock)
+    scheduler.load("m")
+    running = job("aaaa")
+    scheduler.submit([running])
+    scheduler.step()
+    late, urgent, patient = job("b"), job("c"), job("d")
+    urgent.priority, patient.priority = -1, 10**30
+    scheduler.submit([patient])
+    scheduler.submit([late])
+    scheduler.submit([urgent])
+    order = []
+    while scheduler.step():
+        order += [one for one in (late, urgent, patient) if tokens_of(events_of(one))]
+    assert list(dict.fromkeys(order)) == [urgent, late, patient]
+
+
+def test_a_job_that_has_waited_long_passes_urgent_ones():
+    clock = Clock()
+    scheduler, _ = make(capacity=1, clock=clock)
+    scheduler.load("m")
+    scheduler.submit([job("aaaa")])
+    scheduler.step()
+    old = job("b")
+    scheduler.submit([old])
+    clock.now += 100
+    urgent = job("c")
+    urgent.priority = -3
+    scheduler.submit([urgent])
+    while not (first := [one for one in (old, urgent) if tokens_of(events_of(one))]):
+        scheduler.step()
+    assert first == [old]
+
+
+def test_who_waits_too_long_is_told():
+    clock = Clock()
+    scheduler, _ = make(capacity=1, clock=clock, limits={"queue_timeout_s": 5})
+    scheduler.load("m")
+    running, waiting = job("a" * 50), job("b")
+    scheduler.submit([running, waiting])
+    scheduler.step()
+    clock.now += 6
+    scheduler.step()
+    (failed,) = events_of(waiting)
+    assert (failed.error.status, failed.error.code) == (503, "queue_timeout")
+    run(scheduler)
+    assert tokens_of(events_of(running))[-1] == EOS
+
+
+def test_what_takes_too_long_is_ended():
+    clock = Clock()
+    scheduler, _ = make(capacity=1, clock=clock, limits={"request_timeout_s": 5})
+    scheduler.load("m")
+    running, waiting = job("a" * 50), job("b")
+    scheduler.submit([running, waiting])
+    scheduler.step()
+    clock.now += 6
+    scheduler.step()
+    assert [events_of(one)[-1].error.code for one in (running, waiting)] == ["request_timeout"] * 2
+    assert scheduler.health().running == 0
+    assert not scheduler.step()
+
+
+def test_prefill_gets_as_long_as_streams_may_pause():
+    class Gaps(FakeBackend):
+        gaps: ClassVar = []
+
+        def step(self, gap_s):
+            self.gaps.append(gap_s)
+            return super().step(gap_s)
+
+    scheduler, _ = make(backend=Gaps, limits={"max_gap_s": 0.1})
+    scheduler.load("m")
+    scheduler.submit([job("a")])
+    run(scheduler)
+    assert set(Gaps.gaps) == {0.1}

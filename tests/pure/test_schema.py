@@ -206,7 +206,6 @@ def test_a_chat_field_that_is_wrong_is_named(fields, param, code):
         ({"best_of": 3, "logprobs": 1}, "best_of"),
         ({"best_of": 100, "prompt": ["a", "b"]}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"echo": True, "logprobs": 1}, "echo"),
     ],
 )
 def test_a_completion_field_that_is_wrong_is_named(fields, param):

@@ -16,7 +16,7 @@ from apikit import DEADLINE_S, until
 from mlx_serve.api.endpoints import Api, Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.options import ServerOptions
@@ -102,7 +102,7 @@ class Served:
 @contextmanager
 def served(make_backend=FakeBackend, *, max_queue=128, max_body_bytes=32 * 2**20, uds=None) -> Iterator[Served]:
     models = FakeModels(lambda _: make_backend())
-    scheduler = Scheduler(models.open_backend, max_queue=max_queue)
+    scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
     app = Recorder(Api(Services(scheduler, Catalog(ENTRY, ["fake"]), models, "fp_test")))
     limits = FramingLimits(max_body_bytes=max_body_bytes)

@@ -12,7 +12,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
 from mlx_serve.demo import ensure_demo_model
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
@@ -51,7 +51,7 @@ def offline():
 def client():
     settings = config.from_args(["--demo"], {})
     catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models.open_backend, max_queue=128)
+    scheduler = Scheduler(models, Limits(max_queue=128))
     worker = Worker(scheduler, catalog.default.name, models.close)
     api = Api(cli.services(settings, catalog, models, scheduler))
     server = Server(api, ServerOptions(address=("127.0.0.1", 0)))

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.structured import random_schema
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
@@ -26,7 +26,7 @@ pytest.importorskip("llguidance")
 def client():
     settings = config.from_args(["--demo"], {})
     catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models.open_backend, max_queue=128)
+    scheduler = Scheduler(models, Limits(max_queue=128))
     worker = Worker(scheduler, catalog.default.name, models.close)
     server = Server(Api(cli.services(settings, catalog, models, scheduler)), ServerOptions(address=("127.0.0.1", 0)))
     accepting = threading.Thread(target=server.serve_forever)

@@ -10,7 +10,7 @@ from pathlib import Path
 from mlx_serve.api.endpoints import Api, Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
@@ -66,12 +66,12 @@ def events(text: str) -> list:
 
 @contextmanager
 def serving(
-    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, **services
+    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, tokenizer=None, **services
 ) -> Iterator[Running]:
     """A server that is up, and after the block down with nothing left."""
     catalog = catalog if catalog is not None else Catalog(ENTRY, ["fake"])
-    models = FakeModels(make_backend)
-    scheduler = Scheduler(models.open_backend, max_queue=max_queue)
+    models = FakeModels(make_backend, tokenizer)
+    scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
     app = Api(Services(scheduler, catalog, models, "fp_test", **services))
     options = ServerOptions(address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=AccessPolicy())

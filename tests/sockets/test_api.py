@@ -304,7 +304,8 @@ def test_without_tools_nothing_is_a_tool_call():
 
 
 def test_models_are_listed_and_found(server):
-    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
+    model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve"}
+    model |= {"root": "fake", "loaded": False, "max_model_len": 4096}
     assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model]}
     assert server.request("GET", "/v1/models/fake")[2] == model
 
@@ -397,7 +398,8 @@ def test_a_full_queue_says_when_to_come_back():
         reply = server.chat()
         assert_error(reply, 429, type="rate_limit_error", code="rate_limit_exceeded")
         assert reply[1]["Retry-After"] == "2"
-        assert server.request("GET", "/health")[2] == {"status": "ok", "model": "fake", "waiting": 1, "running": 1}
+        health = {"status": "ok", "model": "fake", "models": ["fake"], "waiting": 1, "running": 1}
+        assert server.request("GET", "/health")[2] == health
         hold.set()
         for client in clients:
             client.join(DEADLINE_S)
@@ -683,3 +685,28 @@ def test_an_echo_of_no_tokens_is_the_prompt(server, stream):
     else:
         assert [(c["text"], c["finish_reason"]) for c in reply["choices"]] == [("ab", "length"), ("c", "length")]
         assert reply["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_an_echo_with_logprobs_tells_how_likely_the_prompt_was(server, max_tokens):
+    body = server.complete(["abc", "x"], echo=True, logprobs=1, max_tokens=max_tokens)[2]
+    first, second = body["choices"]
+    assert first["text"] == "abc" + "a" * max_tokens
+    assert first["finish_reason"] == "length"
+    tokens = ["a", "b", "c", "a"][: 3 + max_tokens]
+    assert first["logprobs"] == {
+        "tokens": tokens,
+        "token_logprobs": [None, -0.5, -0.5, -0.5][: 3 + max_tokens],
+        "top_logprobs": [None, *[{token: -0.5} for token in tokens[1:]]],
+        "text_offset": [0, 1, 2, 3][: 3 + max_tokens],
+    }
+    assert second["logprobs"]["tokens"] == ["x"] * (1 + max_tokens)
+    assert body["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+def test_an_echo_with_logprobs_comes_first_in_a_stream(server):
+    chunks = events(server.complete("ab", echo=True, logprobs=0, max_tokens=1, stream=True)[2])
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "aba"
+    scores = [choice["logprobs"]["token_logprobs"] for choice in choices if choice["logprobs"]]
+    assert scores == [[None, -0.5], [-0.5]]

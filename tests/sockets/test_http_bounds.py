@@ -319,3 +319,20 @@ def test_the_loop_does_not_wait_for_itself() -> None:
         with running.connect() as client:
             assert client.cut()
     assert len(raised) == 1
+
+
+# Too many bytes
+
+
+def test_the_bodies_of_all_requests_are_bounded_together() -> None:
+    with serving(max_total_body_bytes=100) as running:
+        bodies = running.server._setting.bodies
+        with running.connect() as client:
+            client.send(post_head(b"/echo", b"Content-Length: 80") + b"x" * 60)
+            assert eventually(lambda: bodies.n_held == 60)
+            refused = running.ask(post(b"/echo", b"y" * 60))
+            assert refused.status == 503
+            assert b"--max-total-body-bytes" in refused.body
+            assert client.send(b"x" * 20).reply().body == b"x" * 80
+        assert running.ask(post(b"/echo", b"y" * 60)).body == b"y" * 60
+        assert eventually(lambda: bodies.n_held == 0)

@@ -11,7 +11,7 @@ from apikit import DEADLINE_S, ENTRY, Running, events, serving
 from mlx_serve.api.endpoints import Api, Services
 from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
@@ -47,8 +47,9 @@ PARAMETERS = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"ma
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server on a tiny random model, as the command line puts it together."""
-    from mlx_serve.engine.mlx_backend import BatchOptions, SingleOptions
+    from mlx_serve.engine.mlx_backend import BatchOptions
     from mlx_serve.engine.models import ModelStore
+    from mlx_serve.engine.single_backend import SingleOptions
     from tests.engine.tinymodel import write_model
 
     entry = read_entry("tiny", write_model(tmp_path_factory.mktemp("tiny")))
@@ -61,7 +62,7 @@ def server(tmp_path_factory):
         prompt_cache_size=4,
         prompt_cache_bytes=None,
     )
-    scheduler = Scheduler(models.open_backend, max_queue=128)
+    scheduler = Scheduler(models, Limits(max_queue=128))
     services = Services(scheduler, catalog, models, "fp_test", check_grammar=models.check_grammar)
     worker = Worker(scheduler, "tiny", models.close)
     http = Server(Api(services), ServerOptions(address=("127.0.0.1", 0)))

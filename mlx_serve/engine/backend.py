@@ -1,0 +1,69 @@
+"""What the scheduler asks of whatever generates tokens, and of whatever opens models, both on the worker thread."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from typing import Protocol, TypeAlias
+
+from mlx_serve.core import Event, Job
+
+
+class Backend(Protocol):
+    """What generates tokens for one model. Made, stepped and closed on the worker thread.
+
+    ``capacity`` is how many jobs it takes at a time; ``n_decoding`` how many of them are past their prompt.
+    """
+
+    capacity: int
+
+    @property
+    def n_decoding(self) -> int:
+        """Jobs whose streams wait for every step."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """What prefixes of former prompts hold of memory."""
+
+    def kv_bytes(self, jobs: Collection[Job]) -> int:
+        """What the KV caches of ``jobs`` can come to, run together. Any thread."""
+
+    def insert(self, job: Job) -> None:
+        """Take a job in; its prefill may begin later. An ApiError concerns that job alone."""
+
+    def remove(self, jobs: Collection[Job]) -> None:
+        """Forget jobs, at whatever stage they are."""
+
+    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
+        """Go one step on with all jobs, with about ``gap_s`` seconds of prefill.
+
+        A job that failed, or whose event says that it was the last one, is forgotten. Raising concerns all jobs.
+        """
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Let prefixes go, the least recently used first, until they hold no more than ``max_bytes``."""
+
+    def close(self) -> None:
+        """Give back what the backend holds."""
+
+
+# Opens a model in slices, so that others decode meanwhile; its return value is the backend. Raises ApiError.
+Opening: TypeAlias = Generator[None, None, Backend]
+
+
+class Models(Protocol):
+    """What opens and unloads models, and knows what there is room for."""
+
+    def weights_bytes(self, name: str) -> int:
+        """What a model's weights will hold of memory. Raises ApiError when there is no such model."""
+
+    def has_room(self, names: Collection[str]) -> bool:
+        """Whether these models may be in memory together."""
+
+    def kv_limit(self, names: Collection[str]) -> int | None:
+        """Bytes for KV caches, running and kept, while these models are in memory. None: nobody says."""
+
+    def open(self, name: str) -> Opening:
+        """Load a model that is not in memory yet, and make a backend for it."""
+
+    def unload(self, name: str) -> None:
+        """Let a model's weights go."""

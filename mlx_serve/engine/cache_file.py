@@ -1,0 +1,181 @@
+"""One prompt's KV cache as a file: its tokens, what the cache is made of, and the bytes of its arrays.
+
+    magic and sizes | header, JSON | tokens | SHA-256 of what came | arrays | SHA-256 of all that came
+
+The first digest lets a start trust headers and tokens without reading arrays. Knows no MLX: what the header's layout
+means is cache_state.py's business. Numbers are little-endian, tokens big-endian, so that they sort as bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+
+TOKEN_BYTES = 4
+# The last digit is the format's version; a file of another one is as good as damaged.
+_MAGIC = b"MLXKV\0\0\1"
+_SIZES = struct.Struct("<8sIIQ")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_MAX_HEADER_BYTES = 4 * 2**20
+# Written in pieces, so that a writer that shall stop does so soon.
+_PIECE_BYTES = 8 * 2**20
+
+
+class DamagedFileError(Exception):
+    """Not a cache file, or not a whole one; the text says what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself; ``key`` is its tokens, ``n_bytes`` the bytes of its arrays."""
+
+    identity: str
+    key: bytes
+    trimmable: bool
+    layout: list[Any]
+    n_bytes: int
+
+
+def to_key(tokens: Sequence[int]) -> bytes:
+    """Token ids as bytes that sort and share prefixes as the ids do. Raises OverflowError below 0 and above 32 bits."""
+    ids = array("I", tokens)
+    if sys.byteorder == "little":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def head(header: Header) -> bytes:
+    """All of a file before its arrays. Raises ValueError when the header can't be written as JSON or is too long."""
+    about = {"identity": header.identity, "trimmable": header.trimmable, "layout": header.layout}
+    text = json.dumps(about, separators=(",", ":")).encode()
+    if len(text) > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes is over {_MAX_HEADER_BYTES}")
+    start = _SIZES.pack(_MAGIC, len(text), len(header.key), header.n_bytes) + text + header.key
+    return start + hashlib.sha256(start).digest()
+
+
+def file_size(head: bytes, n_bytes: int) -> int:
+    """Bytes of the file that ``head`` and so many bytes of arrays make."""
+    return len(head) + n_bytes + _DIGEST_BYTES
+
+
+def write(path: Path, head: bytes, arrays: Iterable[bytes], go_on: Callable[[], bool]) -> bool:
+    """Write the file whole or not at all. False when ``go_on`` said no before it was. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with create(temporary) as file:
+            for piece in _pieces(head, arrays):
+                if not go_on():
+                    return False
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+    return True
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file that nobody else may read: it holds what users wrote. Raises OSError."""
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+
+
+def read_header(path: Path) -> tuple[Header, int]:
+    """The header, and the file's size in bytes. Raises DamagedFileError and OSError."""
+    with path.open("rb") as file:
+        header, _ = _read_head(file)
+        return header, os.fstat(file.fileno()).st_size
+
+
+def read(path: Path, decode: Callable[[Header, Callable[[int], bytearray]], T]) -> T:
+    """What ``decode`` makes of the header and the arrays' bytes, which it takes piece by piece.
+
+    Nothing is returned before the digest over all of it was right. Raises DamagedFileError and OSError.
+    """
+    with path.open("rb") as file:
+        header, digest = _read_head(file)
+        left = header.n_bytes
+
+        def take(n: int) -> bytearray:
+            nonlocal left
+            if n > left:
+                raise DamagedFileError("its arrays are longer than it says")
+            left -= n
+            piece = _exactly(file, n)
+            digest.update(piece)
+            return piece
+
+        value = decode(header, take)
+        if left:
+            raise DamagedFileError("its arrays are shorter than it says")
+        if _exactly(file, _DIGEST_BYTES) != digest.digest():
+            raise DamagedFileError("its arrays have changed since it was written")
+        return value
+
+
+def _pieces(head: bytes, arrays: Iterable[bytes]) -> Iterator[bytes | memoryview]:
+    digest = hashlib.sha256(head)
+    yield head
+    for data in arrays:
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = memoryview(data)[start : start + _PIECE_BYTES]
+            digest.update(piece)
+            yield piece
+    yield digest.digest()
+
+
+def _read_head(file: BufferedReader) -> tuple[Header, hashlib._Hash]:
+    sizes = _exactly(file, _SIZES.size)
+    magic, n_header, n_key, n_bytes = _SIZES.unpack(sizes)
+    if magic != _MAGIC:
+        raise DamagedFileError("it is not a prompt cache of this version")
+    # No length is believed, and no memory taken for it, before they add up to the file's own.
+    size = len(sizes) + n_header + n_key + n_bytes + 2 * _DIGEST_BYTES
+    if size != os.fstat(file.fileno()).st_size or n_header > _MAX_HEADER_BYTES or n_key % TOKEN_BYTES:
+        raise DamagedFileError("its size is not what it says")
+    text, key = _exactly(file, n_header), _exactly(file, n_key)
+    digest = hashlib.sha256(sizes)
+    digest.update(text)
+    digest.update(key)
+    seal = _exactly(file, _DIGEST_BYTES)
+    if seal != digest.digest():
+        raise DamagedFileError("its header has changed since it was written")
+    digest.update(seal)
+    return _parse(text, bytes(key), n_bytes), digest
+
+
+def _parse(text: bytearray, key: bytes, n_bytes: int) -> Header:
+    try:
+        about = json.loads(text)
+        return Header(str(about["identity"]), key, bool(about["trimmable"]), list(about["layout"]), n_bytes)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise DamagedFileError(f"its header can't be read: {error!r}") from error
+
+
+def _exactly(file: BufferedReader, n: int) -> bytearray:
+    data = bytearray(n)
+    if file.readinto(data) != n:
+        raise DamagedFileError("it ends too early")
+    return data
+
+
+def _sync(directory: Path) -> None:
+    """Make a rename last through a power cut."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,154 @@
+"""mlx-lm's cache objects taken apart into plain data and bytes, and put together again.
+
+Worker thread only. Knows the kinds of caches that mlx-lm 0.32 has and takes no other: a file can't name a class of its
+own choice. Knows no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlx_serve.engine.cache_file import DamagedFileError
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
+}
+# numpy has no bfloat16: its bits travel as integers.
+_DTYPES = {
+    "bool": (mx.bool_, np.bool_),
+    "uint8": (mx.uint8, np.uint8),
+    "uint16": (mx.uint16, np.uint16),
+    "uint32": (mx.uint32, np.uint32),
+    "uint64": (mx.uint64, np.uint64),
+    "int8": (mx.int8, np.int8),
+    "int16": (mx.int16, np.int16),
+    "int32": (mx.int32, np.int32),
+    "int64": (mx.int64, np.int64),
+    "float16": (mx.float16, np.float16),
+    "bfloat16": (mx.bfloat16, np.uint16),
+    "float32": (mx.float32, np.float32),
+    "complex64": (mx.complex64, np.complex64),
+}
+_NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
+
+
+class UnknownStateError(Exception):
+    """A cache that can't be put into a file; the text says which kind of thing is in the way."""
+
+
+def can_trim(cache: Sequence[Any]) -> bool:
+    """Whether the cache can be cut back to any number of its tokens."""
+    return all(_can_trim(layer) for layer in cache)
+
+
+def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
+    """The layout of a cache, as JSON has it, and its arrays, without the room that mlx-lm keeps for coming tokens.
+
+    Raises UnknownStateError.
+    """
+    arrays: list[mx.array] = []
+    return [_layer_node(layer, arrays) for layer in cache], arrays
+
+
+def to_bytes(arrays: Sequence[mx.array]) -> list[bytes]:
+    """Copies that any thread may hold and drop."""
+    plain = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
+    mx.eval(plain)
+    # numpy copies a cut-out of a larger array three times as fast as a memoryview does.
+    return [np.asarray(array).tobytes() for array in plain]
+
+
+def put_together(layout: list[Any], take: Callable[[int], bytearray]) -> list[Any]:
+    """The cache of a layout; ``take`` gives the next so many bytes of its arrays. Raises DamagedFileError."""
+    try:
+        return [_layer(node, take) for node in layout]
+    except (LookupError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"its layout can't be read: {error!r}") from error
+
+
+def _can_trim(layer: Any) -> bool:
+    if isinstance(layer, CacheList):
+        return can_trim(layer.caches)
+    if isinstance(layer, ChunkedKVCache):
+        # It says that it can be trimmed, but what lies before its start is gone.
+        return bool(layer.start_position == 0)
+    return bool(layer.is_trimmable())
+
+
+def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:
+    name = type(layer).__name__
+    if type(layer) is CacheList:
+        return {"kind": name, "caches": [_layer_node(part, arrays) for part in layer.caches]}
+    if _KINDS.get(name) is not type(layer):
+        raise UnknownStateError(f"a cache of the kind {name}")
+    return {"kind": name, "state": _node(_bare_state(layer), arrays)}
+
+
+def _bare_state(layer: Any) -> Any:
+    """The state with keys and values cut to what is in them."""
+    if isinstance(layer, ArraysCache) or layer.empty():
+        return layer.state
+    if isinstance(layer, ConcatenateKVCache):
+        return tuple(array[..., : layer.offset, :] for array in layer.state)
+    return (*layer.keys_and_values(), *islice(layer.state, 2, None))
+
+
+def _node(value: Any, arrays: list[mx.array]) -> dict[str, Any]:
+    if isinstance(value, mx.array):
+        if value.dtype not in _NAMES:
+            raise UnknownStateError(f"an array of {value.dtype}")
+        arrays.append(value)
+        return {"dtype": _NAMES[value.dtype], "shape": list(value.shape)}
+    # mlx-lm puts items into its lists, and tells tuples from lists.
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_node(item, arrays) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise UnknownStateError(f"a {type(value).__name__}")
+
+
+def _layer(node: dict[str, Any], take: Callable[[int], bytearray]) -> Any:
+    if node["kind"] == CacheList.__name__:
+        return CacheList(*(_layer(part, take) for part in node["caches"]))
+    kind = _KINDS[node["kind"]]
+    state = _value(node["state"], take)
+    if kind is ConcatenateKVCache and state[0] is None:
+        # Its own state setter can't take what its state is before the first token.
+        return kind()
+    return kind.from_state(state)
+
+
+def _value(node: dict[str, Any], take: Callable[[int], bytearray]) -> Any:
+    if "dtype" in node:
+        return _array(node, take)
+    if "list" in node:
+        return [_value(item, take) for item in node["list"]]
+    if "tuple" in node:
+        return tuple(_value(item, take) for item in node["tuple"])
+    return node["value"]
+
+
+def _array(node: dict[str, Any], take: Callable[[int], bytearray]) -> mx.array:
+    dtype, plain = _DTYPES[node["dtype"]]
+    shape = node["shape"]
+    if any(n < 0 for n in shape):
+        raise ValueError(f"an array of the shape {shape}")
+    data = np.frombuffer(take(prod(shape) * dtype.size), dtype=plain).reshape(shape)
+    array = mx.array(data)
+    return array.view(dtype) if array.dtype != dtype else array

@@ -1,0 +1,131 @@
+"""How one job's tokens are chosen, and what its events are made from. Lives on the worker thread."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import LogitsProcessor
+
+from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent
+from mlx_serve.engine.constraints import Constraint, Vocabulary
+from mlx_serve.engine.errors import internal
+from mlx_serve.engine.kv_size import NO_KV, KvSize
+from mlx_serve.engine.prefix_cache import PrefixCache
+from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
+from mlx_serve.engine.vocabulary import check_ids
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
+
+    ``vocabulary`` is for grammars; None: they are not served. ``control_ids`` are the tokens that are no text: turns of
+    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back.
+    """
+
+    model: Any
+    vocab_size: int
+    eos_ids: frozenset[int]
+    kept_by_xtc: tuple[int, ...]
+    prefix_cache: PrefixCache
+    draft_model: Any = None
+    vocabulary: Vocabulary | None = None
+    control_ids: frozenset[int] = frozenset()
+    kv_size: KvSize = NO_KV
+    trimmable: bool = True
+
+
+@dataclass(slots=True)
+class Choice:
+    """A job's sampler, its logits processors, and what they say about each token."""
+
+    job: Job
+    sampler: Any
+    processors: list[Any]
+    constraint: Constraint | None
+    rows: ModelRows | None
+    n_output: int = 0
+    # A processor raised: the job alone fails, not the batch that it is in.
+    fault: ApiError | None = None
+
+    def event(self, token: int, finish: Any, logprobs: mx.array) -> TokenEvent | Failed:
+        """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
+        position = self.n_output
+        self.n_output += 1
+        if self.fault is not None:
+            return Failed(self.job.index, self.fault)
+        if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
+            return Failed(self.job.index, _grammar_failed(self.constraint.fault))
+        k = self.job.sampling.top_logprobs
+        if k is None:
+            return TokenEvent(self.job.index, token, finish)
+        # Without processors, mlx-lm's are the model's own.
+        own = self.rows.take(position) if self.rows is not None and self.processors else logprobs
+        return TokenEvent(self.job.index, token, finish, float(own[token]), top(own, k))
+
+
+def make_choice(job: Job, loaded: Loaded) -> Choice:
+    """Raises ApiError 400."""
+    _check(job, loaded.vocab_size)
+    sampling = job.sampling
+    constraint = _constraint(sampling, loaded)
+    rows = ModelRows() if sampling.top_logprobs is not None else None
+    sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
+    choice = Choice(job, sampler, [], constraint, rows)
+    choice.processors = [_Guarded(processor, choice) for processor in make_processors(sampling, constraint, rows)]
+    return choice
+
+
+@dataclass(slots=True)
+class _Guarded:
+    """A processor that fails its own job when it raises: mlx-lm calls it in the middle of the whole batch's step."""
+
+    processor: LogitsProcessor
+    choice: Choice = field(repr=False)
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        if self.choice.fault is not None:
+            return logits
+        try:
+            processed: mx.array = self.processor(context, logits)
+        except Exception:  # whatever it is, it concerns this job and no other one
+            log.exception("a logits processor failed")
+            self.choice.fault = internal()
+            return logits
+        return processed
+
+
+def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
+    if sampling.grammar is not None:
+        if loaded.vocabulary is None:
+            raise ApiError(400, "This model does not serve grammars.")
+        return Constraint(sampling, loaded.eos_ids, loaded.vocabulary.matcher(sampling.grammar))
+    return Constraint(sampling, loaded.eos_ids) if sampling.min_tokens or sampling.ignore_eos else None
+
+
+def _grammar_failed(fault: str) -> ApiError:
+    return ApiError(400, f"The grammar became too complex while this answer was generated: {fault}")
+
+
+def _check(job: Job, vocab_size: int) -> None:
+    """The last look at what comes from a client. Raises ApiError 400."""
+    if not job.prompt.tokens:
+        raise ApiError(400, "The prompt is empty.", param="prompt")
+    check_ids(job.prompt.tokens, vocab_size, "prompt")
+    check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
+
+
+def top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:
+    """The k likeliest tokens of one row, falling. ``logprobs`` has shape (vocab,)."""
+    if k == 0:
+        return ()
+    k = min(k, logprobs.shape[0])
+    ids = mx.argpartition(-logprobs, kth=k - 1)[:k]
+    values = logprobs[ids]
+    order = mx.argsort(-values)
+    return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))  # type: ignore[arg-type]

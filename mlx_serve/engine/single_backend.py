@@ -1,0 +1,234 @@
+"""One job at a time, behind the Backend protocol: for caches that do not merge, a quantized KV cache, a draft model.
+
+The prompt is prefilled here, in chunks as short as in a batch, so that a job can be cancelled in it and the streams of
+other models go on; mlx-lm's generators then start from its last token. Lives on the worker thread.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache, speculative_generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_serve.core import Event, Failed, Job, Started
+from mlx_serve.engine.choice import Choice, Loaded, make_choice
+from mlx_serve.engine.kv_size import quantized
+from mlx_serve.engine.prefill import PrefillBudget
+from mlx_serve.engine.prefix_cache import as_ids
+from mlx_serve.engine.scoring import Scoring
+
+
+@dataclass(frozen=True, slots=True)
+class SingleOptions:
+    """How a job that runs alone is prefilled, and how its KV cache is quantized."""
+
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+
+
+class SingleBackend:
+    """Runs a job from its prompt to its end before the next one is let in."""
+
+    capacity = 1
+
+    def __init__(self, loaded: Loaded, options: SingleOptions) -> None:
+        self._loaded = loaded
+        self._options = options
+        self._budget = PrefillBudget(options.prefill_step_size)
+        self._running: _Running | None = None
+
+    @property
+    def n_decoding(self) -> int:
+        """1 when the prompt of the job is done."""
+        return int(self._running is not None and self._running.generation is not None)
+
+    @property
+    def cache_bytes(self) -> int:
+        """What kept prefixes hold."""
+        return self._loaded.prefix_cache.n_bytes
+
+    def kv_bytes(self, jobs: Collection[Job]) -> int:
+        """The sum, though but one of them runs at a time."""
+        return sum(self._kv_bytes(len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
+
+    def insert(self, job: Job) -> None:
+        """Prepare the job. Raises ApiError 400."""
+        choice = make_choice(job, self._loaded)
+        scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
+        cache, n_cached = self._cache(job) if scoring is None else (scoring.cache, 0)
+        self._running = _Running(choice, cache, list(job.prompt.tokens), n_cached, n_cached, scoring)
+
+    def remove(self, jobs: Collection[Job]) -> None:
+        """Drop the job, if it is the one that runs."""
+        running = self._running
+        if running is not None and running.choice.job in jobs:
+            if running.generation is not None:
+                running.generation.close()  # type: ignore[attr-defined]
+            self._running = None
+
+    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
+        """A chunk of the job's prompt, or its next token."""
+        return self.step_tokens(self.prefill_tokens(gap_s))
+
+    def prefill_tokens(self, gap_s: float) -> int:
+        """How many prompt tokens a step may take."""
+        return self._budget.tokens(gap_s)
+
+    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
+        """A step with up to ``n_tokens`` prompt tokens."""
+        running = self._running
+        assert running is not None
+        events: list[tuple[Job, Event]] = []
+        if not running.is_announced:
+            running.is_announced = True
+            job = running.choice.job
+            events.append((job, Started(job.index, running.n_cached)))
+        if running.scoring is not None:
+            return events + self._score(running, running.scoring, n_tokens)
+        if running.n_left > 1:
+            self._prefill(running, n_tokens)
+            return events
+        return [*events, self._decode(running)]
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Give up kept prefixes."""
+        self._loaded.prefix_cache.shrink(max_bytes)
+
+    def close(self) -> None:
+        """Nothing is held between jobs."""
+        self._running = None
+
+    def _kv_bytes(self, n_tokens: int) -> int:
+        options, size = self._options, self._loaded.kv_size
+        if options.kv_bits is None:
+            return size.bytes(n_tokens)
+        small = quantized(size, options.kv_bits, options.kv_group_size)
+        return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
+
+    def _cache(self, job: Job) -> tuple[list[Any], int]:
+        cache, n_cached = self._loaded.prefix_cache.fetch(as_ids(job.prompt.tokens))
+        if cache is None:
+            cache = make_prompt_cache(self._loaded.model)
+            if self._loaded.draft_model is not None:
+                cache += make_prompt_cache(self._loaded.draft_model)
+        return cache, n_cached
+
+    def _score(self, running: _Running, scoring: Scoring, n_tokens: int) -> list[tuple[Job, Event]]:
+        if scoring.step(n_tokens) and scoring.n_left:
+            return []
+        job = running.choice.job
+        running.n_done = len(running.tokens) - 1
+        running.scoring = None
+        if self._loaded.draft_model is not None:
+            # The draft model has not seen the prompt.
+            running.cache, running.n_done = self._cache(job)
+        event = scoring.event()
+        if event.is_last:
+            self.remove([job])
+        return [(job, event)]
+
+    def _prefill(self, running: _Running, n_tokens: int) -> None:
+        started_s = time.perf_counter()
+        n = min(n_tokens, running.n_left - 1)
+        chunk = mx.array(running.tokens[running.n_done : running.n_done + n])[None]
+        with mx.stream(generation_stream):
+            for model, cache in self._models(running.cache):
+                model(chunk, cache=cache)
+                self._quantize(running.cache)
+                mx.eval([layer.state for layer in cache])
+            mx.clear_cache()
+        running.n_done += n
+        self._budget.note(n, time.perf_counter() - started_s)
+        if self._loaded.draft_model is not None and running.n_left == 1:
+            # Later on the two models' caches hold different lengths.
+            self._loaded.prefix_cache.store(as_ids(running.tokens[:-1]), copy.deepcopy(running.cache))
+
+    def _models(self, cache: list[Any]) -> list[tuple[Any, list[Any]]]:
+        if self._loaded.draft_model is None:
+            return [(self._loaded.model, cache)]
+        n = len(self._loaded.model.layers)
+        return [(self._loaded.model, cache[:n]), (self._loaded.draft_model, cache[n:])]
+
+    def _quantize(self, cache: list[Any]) -> None:
+        options = self._options
+        maybe_quantize_kv_cache(cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
+
+    def _decode(self, running: _Running) -> tuple[Job, Event]:
+        if running.generation is None:
+            running.generation = self._generate(running)
+        job = running.choice.job
+        token, logprobs = next(running.generation)
+        running.tokens.append(token)
+        finish = self._finish(running, token)
+        event = running.choice.event(token, finish, logprobs)
+        if isinstance(event, Failed) or finish is not None:
+            self.remove([job])
+            if self._loaded.draft_model is None:
+                self._loaded.prefix_cache.store(as_ids(running.tokens), running.cache)
+        return job, event
+
+    def _finish(self, running: _Running, token: int) -> Literal["stop", "length"] | None:
+        if token in self._loaded.eos_ids:
+            return "stop"
+        job = running.choice.job
+        n_output = len(running.tokens) - len(job.prompt.tokens)
+        return "length" if n_output >= job.sampling.max_tokens else None
+
+    def _generate(self, running: _Running) -> Iterator[tuple[int, mx.array]]:
+        sampling = running.choice.job.sampling
+        prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1])
+        options: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "sampler": running.choice.sampler,
+            "logits_processors": [_Behind(seen, processor) for processor in running.choice.processors],
+            "prompt_cache": running.cache,
+            "kv_bits": self._options.kv_bits,
+            "kv_group_size": self._options.kv_group_size,
+            "quantized_kv_start": self._options.quantized_kv_start,
+        }
+        if self._loaded.draft_model is not None:
+            options["num_draft_tokens"] = sampling.n_draft_tokens
+            for token, logprobs, _ in speculative_generate_step(
+                prompt, self._loaded.model, self._loaded.draft_model, **options
+            ):
+                yield int(token), logprobs
+            return
+        yield from generate_step(prompt, self._loaded.model, **options)
+
+
+@dataclass(slots=True)
+class _Running:
+    """The job. ``n_done`` of its ``tokens`` (the prompt, and the output as it grows) were prefilled."""
+
+    choice: Choice
+    cache: list[Any]
+    tokens: list[int]
+    n_cached: int
+    n_done: int
+    scoring: Scoring | None = None
+    generation: Iterator[tuple[int, mx.array]] | None = None
+    is_announced: bool = False
+
+    @property
+    def n_left(self) -> int:
+        return len(self.choice.job.prompt.tokens) - self.n_done
+
+
+@dataclass(slots=True)
+class _Behind:
+    """A logits processor that sees what was prefilled before the tokens that mlx-lm tells it of."""
+
+    seen: mx.array
+    processor: Any = field(repr=False)
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        masked: mx.array = self.processor(mx.concatenate([self.seen, context]), logits)
+        return masked

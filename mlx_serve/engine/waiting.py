@@ -1,0 +1,43 @@
+"""The jobs that wait, in the order in which they are to be served. Not thread-safe: the scheduler has the lock."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+
+from mlx_serve.core import Job
+
+# What a step of priority is worth in waiting time: much beside an ordinary wait, but no job is passed by for ever.
+PRIORITY_STEP_S = 30.0
+# Beyond this all priorities are alike: 100 steps are 50 minutes.
+MAX_PRIORITY = 100
+
+
+def rank(job: Job) -> float:
+    """Smaller is earlier: the time of arrival, moved by the priority (smaller is earlier too, as vLLM has it)."""
+    return job.arrived_s + PRIORITY_STEP_S * max(-MAX_PRIORITY, min(job.priority, MAX_PRIORITY))
+
+
+class Waiting:
+    """Jobs by their rank; those of equal rank as they came."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job] = []
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(list(self._jobs))
+
+    def add(self, jobs: Sequence[Job]) -> None:
+        """Each to its place."""
+        for job in jobs:
+            insort(self._jobs, job, key=rank)
+
+    def take(self, wanted: Callable[[Job], bool]) -> list[Job]:
+        """Take out the jobs that are wanted."""
+        taken = [job for job in self._jobs if wanted(job)]
+        if taken:
+            self._jobs = [job for job in self._jobs if not wanted(job)]
+        return taken

@@ -1,0 +1,340 @@
+"""What is reused of former and of concurrent prompts, and that nothing that is reused changes a token."""
+
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
+
+from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from mlx_serve.engine.kv_size import measure
+from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
+from mlx_serve.engine.prefix_cache import PrefixCache, as_ids, common
+from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+
+GAP_S = 0.2
+SYSTEM = [i % 250 for i in range(3, 123)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+def batch_of(model, options=None, **kwargs):
+    trimmable = kwargs.pop("trimmable", True)
+    return BatchBackend(replace(loaded(model, **kwargs), trimmable=trimmable), options or BatchOptions())
+
+
+def single_of(model, options=None, **kwargs):
+    return SingleBackend(loaded(model, **kwargs), options or SingleOptions())
+
+
+def job(prompt, max_tokens=6, **sampling):
+    return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
+
+
+class Seen:
+    """Runs jobs on a backend, and notes what came of each."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.cached = {}
+        self.tokens = {}
+        self.order = []
+        self.scores = {}
+
+    def step(self):
+        events = self.backend.step(GAP_S)
+        for a_job, event in events:
+            if isinstance(event, Started):
+                self.cached[a_job] = event.cached_tokens
+                self.order.append(a_job)
+            elif isinstance(event, TokenEvent):
+                self.tokens.setdefault(a_job, []).append(event.token)
+            elif isinstance(event, PromptLogprobs):
+                self.scores[a_job] = event.logprobs
+        return [a_job for a_job, event in events if getattr(event, "finish", None) or getattr(event, "is_last", False)]
+
+    def run(self, *jobs):
+        for a_job in jobs:
+            self.backend.insert(a_job)
+        left = set(jobs)
+        while left:
+            left -= set(self.step())
+        return [self.tokens[a_job] for a_job in jobs]
+
+
+def fresh(make, model, prompt, max_tokens=6, **kwargs):
+    """What a backend that has seen nothing yet generates."""
+    return Seen(make(model, **kwargs)).run(job(prompt, max_tokens))[0]
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_the_next_turn_prefills_what_is_new(model, make):
+    seen = Seen(make(model))
+    first = job(SYSTEM)
+    (answer,) = seen.run(first)
+    turn = [*SYSTEM, *answer[:-1], 5, 6, 7]
+    second, again = job(turn), job(SYSTEM)
+    assert seen.run(second) == [fresh(make, model, turn)]
+    assert seen.cached[second] >= len(SYSTEM) + len(answer) - 1
+    assert seen.run(again) == [answer]
+    assert seen.cached[again] == len(SYSTEM) - 1
+
+
+def test_concurrent_prompts_share_one_prefill(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    jobs = [job([*SYSTEM, i, i + 1, i + 2]) for i in range(8)]
+    prompts = [list(a_job.prompt.tokens) for a_job in jobs]
+    answers = seen.run(*jobs)
+    assert answers == [fresh(batch_of, model, prompt) for prompt in prompts]
+    assert seen.order[0] is jobs[0]
+    assert seen.cached[jobs[0]] == 0
+    # The last few tokens are not worth waiting for.
+    assert all(seen.cached[a_job] > len(SYSTEM) - 32 for a_job in jobs[1:])
+
+
+def test_the_samples_of_a_request_share_one_prefill(model):
+    seen = Seen(batch_of(model))
+    jobs = [job(SYSTEM, temperature=1.0, seed=i) for i in range(4)]
+    answers = seen.run(*jobs)
+    assert [seen.cached[a_job] for a_job in jobs] == [0, *[len(SYSTEM) - 1] * 3]
+    assert answers == [Seen(batch_of(model)).run(job(SYSTEM, temperature=1.0, seed=i))[0] for i in range(4)]
+
+
+def test_a_prompt_shares_what_a_decoding_one_holds(model):
+    seen = Seen(batch_of(model))
+    first, second = job(SYSTEM, 50), job([*SYSTEM, 9])
+    seen.backend.insert(first)
+    while first not in seen.tokens:
+        seen.step()
+    assert seen.run(second) == [fresh(batch_of, model, [*SYSTEM, 9])]
+    assert seen.cached[second] == len(SYSTEM)
+
+
+def test_who_waits_for_a_prefill_that_is_cancelled_does_it_itself(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16), max_sequences=0))
+    first, second = job([*SYSTEM, 1]), job([*SYSTEM, 2])
+    seen.backend.insert(first)
+    seen.backend.insert(second)
+    seen.step()
+    assert seen.order == [first]
+    seen.backend.remove([first])
+    while second not in seen.tokens:
+        seen.step()
+    assert seen.cached[second] == 0
+
+
+def test_what_a_cancelled_job_computed_is_kept(model):
+    seen = Seen(batch_of(model))
+    first, second = job(SYSTEM, 50), job([*SYSTEM, 9])
+    seen.backend.insert(first)
+    while first not in seen.tokens:
+        seen.step()
+    seen.backend.remove([first])
+    seen.run(second)
+    assert seen.cached[second] == len(SYSTEM)
+
+
+WINDOWED = {"gemma": tiny_gemma, "lfm2": tiny_lfm2}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_cache_that_cannot_be_cut_back_is_reused_only_where_a_copy_was_kept(name):
+    model = WINDOWED[name]()
+
+    def make():
+        return batch_of(model, trimmable=False)
+
+    seen = Seen(make())
+    first = job(SYSTEM)
+    (answer,) = seen.run(first)
+    again = job(SYSTEM)
+    assert seen.run(again) == [answer]
+    # Its second prompt shows where prompts have a beginning in common; a copy is kept there.
+    third, fourth = job([*SYSTEM[:80], 1, 2, 3]), job([*SYSTEM[:80], 4, 5, 6])
+    prompts = [list(a_job.prompt.tokens) for a_job in (third, fourth)]
+    assert seen.run(third) == [Seen(make()).run(job(prompts[0]))[0]]
+    assert seen.cached[third] == 0
+    assert seen.run(fourth) == [Seen(make()).run(job(prompts[1]))[0]]
+    assert seen.cached[fourth] == 80
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_concurrent_prompts_share_caches_that_cannot_be_cut_back(name):
+    model = WINDOWED[name]()
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16), trimmable=False))
+    jobs = [job([*SYSTEM, i, i + 1, i + 2]) for i in range(4)]
+    answers = seen.run(*jobs)
+    alone = [Seen(batch_of(model, trimmable=False)).run(job(a_job.prompt.tokens))[0] for a_job in jobs]
+    assert answers == alone
+    assert [seen.cached[a_job] for a_job in jobs] == [0, *[len(SYSTEM)] * 3]
+
+
+def test_the_last_turn_s_beginning_is_kept_of_what_cannot_be_cut_back():
+    model = tiny_gemma()
+    backend = BatchBackend(replace(loaded(model), trimmable=False, control_ids=frozenset([251])), BatchOptions())
+    seen = Seen(backend)
+    # 251 opens the answer; the next turn puts something else behind it (a thought was dropped).
+    first, second = job([*SYSTEM, 251, 7, 8]), job([*SYSTEM, 251, 9, 10, 11])
+    seen.run(first)
+    seen.run(second)
+    assert seen.cached[second] == len(SYSTEM)
+
+
+def test_a_short_prompt_does_not_wait_behind_long_ones(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=8)))
+    long = [job([i, *SYSTEM, *SYSTEM], 2) for i in (1, 2)]
+    short = job([3, 4, 5], 2)
+    seen.run(*long, short)
+    assert seen.order == [long[0], short, long[1]]
+
+
+def test_the_first_prompt_is_not_held_back_by_short_ones(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=8, prompt_concurrency=2)))
+    long = job([1, *SYSTEM], 2)
+    seen.backend.insert(long)
+    for i in range(60):
+        if long in seen.tokens:
+            break
+        seen.backend.insert(job([i, i], 1))
+        seen.step()
+    assert long in seen.tokens
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_s_own_probabilities(model, make, max_tokens):
+    import mlx.core as mx
+
+    prompt = SYSTEM[:40]
+    logits = model(mx.array(prompt)[None])[0]
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    seen = Seen(make(model))
+    scored = job(prompt, max_tokens, prompt_logprobs=2)
+    seen.backend.insert(scored)
+    while scored not in seen.step():
+        pass
+    scores = seen.scores[scored]
+    assert len(scores) == len(prompt) - 1
+    for i, (logprob, top) in enumerate(scores):
+        assert logprob == pytest.approx(float(logprobs[i, prompt[i + 1]]), abs=1e-4)
+        assert top[0][1] == pytest.approx(float(logprobs[i].max()), abs=1e-4)
+        assert len(top) == 2
+    if max_tokens:
+        assert seen.tokens[scored] == fresh(make, model, prompt, max_tokens)
+
+
+def test_a_draft_model_s_prompts_are_reused(model):
+    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
+    first, second = job(SYSTEM), job([*SYSTEM, 9])
+    seen.run(first)
+    assert seen.run(second) == [fresh(single_of, model, [*SYSTEM, 9])]
+    assert seen.cached[second] == len(SYSTEM) - 1
+
+
+class Layer:
+    """Stands for a layer's cache."""
+
+    def __init__(self, n_bytes, trims):
+        self.nbytes, self.trims, self.state, self.n_trimmed = n_bytes, trims, [], 0
+
+    def is_trimmable(self):
+        return self.trims
+
+    def trim(self, n):
+        self.n_trimmed += n
+        return n
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """The prefix cache by itself, on layers that only count."""
+    monkeypatch.setattr("mlx_serve.engine.prefix_cache.can_trim", lambda cache: all(c.trims for c in cache))
+    return lambda n_bytes=10, trims=True: [Layer(n_bytes, trims)]
+
+
+def ids(*parts):
+    return as_ids([token for part in parts for token in part])
+
+
+A, B, C = [1] * 20, [2] * 20, [3] * 20
+
+
+def test_what_was_used_last_goes_last(layer):
+    cache = PrefixCache(2, None)
+    cache.store(ids(A), layer())
+    cache.store(ids(B), layer())
+    assert cache.fetch(ids(A, [9]))[1] == 20
+    cache.store(ids(C), layer())
+    assert [cache.covers(ids(one, [9])) for one in (A, B, C)] == [20, 0, 20]
+    assert (len(cache), cache.n_bytes, cache.n_evicted) == (2, 20, 1)
+
+
+def test_bytes_are_bounded(layer):
+    cache = PrefixCache(100, 25)
+    for one in (A, B, C):
+        cache.store(ids(one), layer())
+    assert (len(cache), cache.n_bytes) == (2, 20)
+    cache.shrink(0)
+    assert (len(cache), cache.n_bytes) == (0, 0)
+
+
+def test_a_longer_sequence_takes_the_place_of_its_prefix_where_caches_can_be_cut_back(layer):
+    cache = PrefixCache(10, None)
+    cache.store(ids(A), layer())
+    cache.store(ids(A, B), layer())
+    assert len(cache) == 1
+    cache.store(ids(A), layer())
+    assert len(cache) == 1
+    found, n = cache.fetch(ids(A, C))
+    assert (n, found[0].n_trimmed) == (20, 20)
+    whole = PrefixCache(10, None)
+    whole.store(ids(A), layer(trims=False))
+    whole.store(ids(A, B), layer(trims=False))
+    assert len(whole) == 2
+    assert [whole.covers(ids(A, C)), whole.covers(ids(A, B, C)), whole.covers(ids(A))] == [20, 40, 0]
+
+
+class Disk:
+    """A tier that holds one sequence."""
+
+    def __init__(self, tokens, cache):
+        self.tokens, self.cache, self.saved = tokens, cache, []
+
+    def covers(self, tokens, *, trimmable):
+        return common(ids(tokens), ids(self.tokens))
+
+    def load(self, tokens, *, trimmable):
+        return (self.cache, len(self.tokens)) if self.cache is not None else None
+
+    def save(self, tokens, cache):
+        self.saved.append(tokens)
+
+
+def test_what_is_on_disk_is_read_when_it_gives_more(layer):
+    tier = Disk([*A * 10, *B], layer())
+    cache = PrefixCache(10, None, tier=tier)
+    prompt = ids(A * 10, C)
+    assert cache.covers(prompt) == 200
+    _, n = cache.fetch(prompt)
+    assert n == 200
+    assert tier.cache[0].n_trimmed == 20
+    cache.store(ids(C), layer())
+    assert tier.saved == [C]
+    gone = PrefixCache(10, None, tier=Disk([*A * 10], None))
+    assert gone.fetch(prompt) == (None, 0)
+
+
+def test_the_size_of_a_kv_cache_is_what_mlx_lm_makes_of_it(model):
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+
+    for one in (model, tiny_gemma(), tiny_lfm2()):
+        size = measure([one])
+        cache = make_prompt_cache(one)
+        one(mx.array(SYSTEM * 5)[None], cache=cache)
+        mx.eval([layer.state for layer in cache])
+        real = sum(layer.nbytes for layer in cache)
+        assert real <= size.bytes(len(SYSTEM) * 5) <= real * 1.5 + 100_000
