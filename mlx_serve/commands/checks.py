@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -189,3 +190,19 @@ def address(settings: Config) -> Iterator[Finding]:
     if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
         text = f"anyone who can reach {settings.host} could use this server"
         yield Finding("note", "address", text, "set --api-key-file")
+
+
+def cache_dir(settings: Config) -> Iterator[Finding]:
+    """Whether the directory for prompt caches can be made or written, without making it."""
+    if settings.prompt_cache_dir is None:
+        return
+    wanted = Path(settings.prompt_cache_dir).expanduser().absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        advice = "name another --prompt-cache-dir, or let the server's user write there"
+        yield Finding("problem", "prompt cache", f"{there} is no directory that can be written", advice)
+        return
+    free = shutil.disk_usage(there).free
+    text = f"{wanted}: {bytes_text(free)} free, up to {bytes_text(settings.prompt_cache_disk_bytes)} wanted"
+    short = free < settings.prompt_cache_disk_bytes
+    yield Finding("note" if short else "ok", "prompt cache", text, "lower --prompt-cache-disk-bytes" if short else "")

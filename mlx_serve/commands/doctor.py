@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
-from mlx_serve import config, demo
+from mlx_serve import config, demo, model_options
 from mlx_serve.commands import checks, found
 from mlx_serve.commands.checks import Probe
 from mlx_serve.commands.findings import Finding, Level, as_objects, as_text
@@ -24,6 +24,7 @@ from mlx_serve.commands.modelfiles import look_into
 from mlx_serve.commands.sizes import bytes_text
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
+from mlx_serve.engine.catalog import NotAModelError
 
 # Weights beside which nothing fits: the KV cache and the work space need their part.
 _TIGHT = 0.9
@@ -68,6 +69,7 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.device(probe)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
+    yield from checks.cache_dir(settings)
     yield from about_models
     for model in models:
         about = probe if model is first else checks.probe(model, trust_remote_code=settings.trust_remote_code)
@@ -79,8 +81,30 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
     """The directories of the models that the flags name, and what there is to say of those that are not here."""
     if settings.demo:
         return [], [_demo()]
-    places = [_place(place) for _, place in found.named(settings)]
-    return [place for place in places if isinstance(place, Path)], [p for p in places if isinstance(p, Finding)]
+    named = [place for _, place in found.named(settings)]
+    places = [_place(text) for text in (*named, settings.draft_model) if text]
+    there = [place for place in places if isinstance(place, Path)]
+    findings = [place for place in places if isinstance(place, Finding)]
+    return there, findings or list(_names(settings))
+
+
+def _names(settings: Config) -> Iterator[Finding]:
+    """Whether names, aliases and adapters fit together, as the server will see them."""
+    if not all(Path(root).expanduser().is_dir() for root in settings.model_dir):
+        return  # said below
+    try:
+        model_options.catalog(settings, _local)
+    except NotAModelError:  # its files have findings of their own
+        return
+    except StartError as error:
+        yield Finding("problem", "models", str(error), "correct the flag, or the file that --config names")
+
+
+def _local(name: str) -> Path:
+    place = _place(name)
+    if isinstance(place, Path):
+        return place
+    raise StartError(place.text)
 
 
 def _place(name: str) -> Path | Finding:
@@ -128,20 +152,29 @@ def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Findin
     if unreadable := probe.facts.get("tokenizer"):
         advice = "download the tokenizer's files again; if it brings code of its own: --trust-remote-code"
         yield Finding("problem", "model", f"its tokenizer does not load: {unreadable}", advice)
-    yield from _fit(files.weight_bytes, probe)
+    yield from fit(files.weight_bytes, probe, settings.memory_bytes)
 
 
-def _fit(weight_bytes: int, probe: Probe) -> Iterator[Finding]:
-    most = probe.memory_bytes
+def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Iterator[Finding]:
+    """Whether weights fit into --memory-bytes, or else into what the device recommends."""
+    most = memory_bytes or probe.memory_bytes
     if not most or not weight_bytes:
         return
     share = f"the weights take {bytes_text(weight_bytes)} of {bytes_text(most)}"
     if weight_bytes > most:
         yield Finding(
-            "problem", "memory", share, "use a smaller or more quantized model; on a Mac see iogpu.wired_limit_mb"
+            "problem",
+            "memory",
+            share,
+            "use a smaller or more quantized model; see --memory-bytes, and on a Mac iogpu.wired_limit_mb",
         )
     elif weight_bytes > _TIGHT * most:
-        yield Finding("note", "memory", f"{share}: little is left for KV caches", "use --max-model-len and --max-queue")
+        yield Finding(
+            "note",
+            "memory",
+            f"{share}: little is left for KV caches",
+            "few requests will run at a time; --max-model-len keeps one from taking all",
+        )
     else:
         yield Finding("ok", "memory", share)
 

@@ -35,12 +35,8 @@ def models(settings: Config) -> list[Found]:
 
 def named(settings: Config) -> list[tuple[str | None, str]]:
     """The models that the flags name: a name, when they give one, and a directory or repository."""
-    specs = getattr(settings, "models", ())
-    if specs:
-        found = [(spec.name, spec.path or spec.repo) for spec in specs]
-    else:
-        one_or_more = settings.model if isinstance(settings.model, tuple) else (settings.model,)
-        found = [_name_and_place(text) for text in one_or_more if text]
+    found = [(spec.name, spec.path or spec.repo or "") for spec in settings.models]
+    found += [_name_and_place(text) for text in settings.model]
     if found and settings.served_model_name:
         found[0] = (settings.served_model_name[0], found[0][1])
     return found

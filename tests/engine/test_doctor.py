@@ -146,7 +146,7 @@ GB = 10**9
 )
 def test_whether_the_weights_fit(weights, limit, level):
     probe = Probe({"device_info": {"max_recommended_working_set_size": limit}})
-    (finding,) = doctor._fit(weights, probe)
+    (finding,) = doctor.fit(weights, probe)
     assert finding.level == level
 
 
@@ -161,3 +161,36 @@ def test_what_metal_says():
     assert "154 GB" in findings[1].text
     # 5 % of 192 GiB stay with the system.
     assert "iogpu.wired_limit_mb=186777" in findings[1].advice
+
+
+def test_memory_that_was_chosen_is_what_counts():
+    probe = Probe({"device_info": {"max_recommended_working_set_size": 100 * GB}})
+    (finding,) = doctor.fit(50 * GB, probe, 40 * GB)
+    assert finding.level == "problem"
+
+
+def test_names_that_do_not_fit_together(run, no_probe, model, tmp_path):
+    status, findings = run("--port", 0, "--model", f"a={model}", "--alias", "x=none")
+    assert (status, len(problems(findings))) == (1, 1)
+    assert "no model is called 'none'" in problems(findings)[0]
+    status, findings = run("--port", 0, "--model", model, "--adapter", f"a={tmp_path}")
+    assert "adapters not found" in problems(findings)[0]
+
+
+def test_a_configuration_file_is_read(run, no_probe, model, tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(f'port = 0\n[[models]]\nname = "small"\npath = "{model}"\n')
+    status, findings = run("--config", file)
+    assert (status, problems(findings)) == (0, [])
+    assert any(str(model) in text for text in texts(findings, "model"))
+    file.write_text("prot = 0\n")
+    status, findings = run("--config", file)
+    assert (status, [finding["topic"] for finding in findings]) == (1, ["flags"])
+
+
+def test_a_cache_directory_that_cannot_be_made(run, no_probe, tmp_path):
+    (tmp_path / "file").touch()
+    status, findings = run("--port", 0, "--prompt-cache-dir", tmp_path / "file" / "cache")
+    assert (status, len(problems(findings))) == (1, 1)
+    assert run("--port", 0, "--prompt-cache-dir", tmp_path / "new")[0] == 0
+    assert not (tmp_path / "new").exists()

@@ -94,13 +94,13 @@ def test_a_table_is_aligned_and_has_no_blanks_at_its_ends():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"model": None}, []),
-        ({"model": "a/b"}, [(None, "a/b")]),
+        ({}, []),
+        ({"model": ("a/b",)}, [(None, "a/b")]),
         ({"model": ("fast=a/b", "c")}, [("fast", "a/b"), (None, "c")]),
         ({"model": ("./x=y",)}, [(None, "./x=y")]),
-        ({"model": (), "models": [SimpleNamespace(name="n", path="/p", repo=None)]}, [("n", "/p")]),
-        ({"model": "a/b", "served_model_name": ("x", "y")}, [("x", "a/b")]),
+        ({"models": [SimpleNamespace(name="n", path="/p", repo=None)]}, [("n", "/p")]),
+        ({"model": ("a/b",), "served_model_name": ("x", "y")}, [("x", "a/b")]),
     ],
 )
 def test_what_the_flags_name(settings, named):
-    assert found.named(SimpleNamespace(**{"served_model_name": ()} | settings)) == named
+    assert found.named(SimpleNamespace(**{"model": (), "models": (), "served_model_name": ()} | settings)) == named
