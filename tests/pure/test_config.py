@@ -162,3 +162,8 @@ def test_the_help_names_every_flag(capsys):
         from_args(["--help"], {})
     text = capsys.readouterr().out
     assert all(option in text for option in our_flags())
+
+
+def test_the_help_names_every_command():
+    text = config.parser().format_help()
+    assert set(text.rpartition("of its own:")[2].strip(" .\n").split(", ")) == set(COMMANDS)
