@@ -7,7 +7,6 @@ statistics.
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import signal
 import socket
@@ -15,11 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from mlx_serve.bench.client import Client, Connections, server_at
+from mlx_serve.bench.load import Target
+from mlx_serve.bench.reading import Answer, Failure
+from mlx_serve.bench.workload import Message
+
+Messages = list[Message]
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
@@ -42,17 +48,6 @@ class Server:
     model: str
     process: subprocess.Popen[bytes]
     log: IO[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One streamed answer. ``ttft_s``: from sending the request to the first text."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-    finish: str
-    ttft_s: float
 
 
 def our_command(model: Path, port: int) -> list[str]:
@@ -138,77 +133,19 @@ def connect(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(HOST, port, timeout=600)
 
 
-def ask(connection: http.client.HTTPConnection, model: str, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-    """Send one chat request and read its stream to the end."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    start = time.perf_counter()
-    connection.request("POST", "/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    if response.status != 200:
-        raise BenchmarkError(f"HTTP {response.status}: {response.read()[:500]!r}")
-    return _read(response, start)
-
-
-def _read(response: http.client.HTTPResponse, start: float) -> Answer:
-    usage: dict[str, Any] = {}
-    finish, ttft_s = "", float("nan")
-    for chunk in _chunks(response):
-        usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices", ()):
-            if choice["delta"].get("content") and ttft_s != ttft_s:  # noqa: PLR0124 - not a number until then
-                ttft_s = time.perf_counter() - start
-            finish = choice.get("finish_reason") or finish
-    if not usage or not finish:
-        raise BenchmarkError("the stream ended without usage or finish_reason")
-    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return Answer(usage["prompt_tokens"], cached, usage["completion_tokens"], finish, ttft_s)
-
-
-def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    # To the very end of the body, as the connection can be used again only then.
-    while line := response.readline():
-        if line.startswith(b"data: {"):
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise BenchmarkError(f"error in the stream: {chunk['error']}")
-            yield chunk
-
-
-def offline_command(model: Path) -> list[str]:
-    return [sys.executable, "-c", _PRELOAD + "from benchmarks.offline import main; main()", str(model)]
-
-
-class Offline:
-    """mlx-lm without a server: batch_generate in a child that takes one JSON line per task."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-        self.pid = process.pid
-
-    def run(self, prompts: list[list[dict[str, str]]], batch_size: int, max_tokens: int) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        task = {"prompts": prompts, "batch_size": batch_size, "max_tokens": max_tokens}
-        self._process.stdin.write(json.dumps(task).encode() + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkError("the offline child ended; its error is above")
-        result: dict[str, Any] = json.loads(line)
-        return result
-
-
 @contextmanager
-def offline(model: Path) -> Iterator[Offline]:
-    process = spawn(offline_command(model), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def asking(port: int, model: str) -> Iterator[Callable[[Messages, int], Answer]]:
+    """A function that sends a chat request on one connection and reads its stream to the end. Raises BenchmarkError."""
+    target = Target(server_at(f"http://{HOST}:{port}/v1", None, 600), model, fields={"temperature": 0})
+    client = Client(target.server, target.path, Connections())
+
+    def ask(messages: Messages, max_tokens: int) -> Answer:
+        try:
+            return client.ask(target.body(messages, max_tokens))
+        except Failure as failure:
+            raise BenchmarkError(f"{failure.kind}: {failure}") from failure
+
     try:
-        yield Offline(process)
+        yield ask
     finally:
-        end(process)
+        client.close()

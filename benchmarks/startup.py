@@ -69,11 +69,8 @@ def _await_line(stream: IO[bytes], mark: bytes) -> None:
 
 
 def _ask(port: int, model: Path) -> None:
-    connection = children.connect(port)
-    try:
-        children.ask(connection, str(model), _QUESTION, max_tokens=1)
-    finally:
-        connection.close()
+    with children.asking(port, str(model)) as ask:
+        ask(_QUESTION, 1)
 
 
 def measure(model: Path, n_runs: int) -> dict[str, list[Start]]:

@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import Answer, BenchmarkError, Offline, Server
-
-Messages = list[dict[str, str]]
+from benchmarks.children import BenchmarkError, Messages, Server
+from mlx_serve.bench.ceiling import Ceiling, CeilingError, ceiling
+from mlx_serve.bench.reading import Answer
 
 OFFLINE, OURS, THEIRS = "offline", "mlx-serve", "mlx_lm.server"
 # (a ratio's name, its numerator, its denominator); neighbours in a round
@@ -95,8 +95,8 @@ class Prompts:
         return [{"role": "system", "content": f"{next(self._serials)}: a writer."}, {"role": "user", "content": task}]
 
 
-def run_offline(offline: Offline, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
-    return Measure(**offline.run(prompts, n_clients, max_tokens))
+def run_offline(offline: Ceiling, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
+    return Measure(**asdict(offline.run(prompts, n_clients, max_tokens, warm_up=False)))
 
 
 def run_server(server: Server, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
@@ -113,11 +113,8 @@ def run_server(server: Server, prompts: list[Messages], n_clients: int, max_toke
 
 
 def _client(server: Server, max_tokens: int, prompts: list[Messages]) -> list[Answer]:
-    connection = children.connect(server.port)
-    try:
-        return [children.ask(connection, server.model, messages, max_tokens) for messages in prompts]
-    finally:
-        connection.close()
+    with children.asking(server.port, server.model) as ask:
+        return [ask(messages, max_tokens) for messages in prompts]
 
 
 def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Measure:
@@ -126,8 +123,8 @@ def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Meas
         sum(a.prompt_tokens for a in answers),
         sum(a.output_tokens for a in answers),
         sum(a.output_tokens < max_tokens for a in answers),
-        sum(a.cached_tokens for a in answers),
-        median(a.ttft_s for a in answers),
+        sum(a.cached_tokens or 0 for a in answers),
+        median(a.ttft_s for a in answers if a.ttft_s is not None),
     )
 
 
@@ -181,7 +178,7 @@ def measure_all(model: Path, options: argparse.Namespace) -> dict[int, Rounds]:
 
 def start(stack: ExitStack, model: Path) -> tuple[dict[str, Contestant], dict[str, int]]:
     """Start all three, in the order in which they work in a round; and their process ids."""
-    offline = stack.enter_context(children.offline(model))
+    offline = stack.enter_context(ceiling(str(model)))
     contestants: dict[str, Contestant] = {OFFLINE: partial(run_offline, offline)}
     pids = {OFFLINE: offline.pid}
     for name, command in ((OURS, children.our_command), (THEIRS, children.their_command)):
@@ -278,7 +275,7 @@ def main() -> int:
     model = options.model.resolve() if options.model else children.demo_model()
     try:
         results = measure_all(model, options)
-    except BenchmarkError as error:
+    except (BenchmarkError, CeilingError) as error:
         print(f"throughput: {error}", file=sys.stderr)
         return 1
     print(table(results))

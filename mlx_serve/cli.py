@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: for each a module with ``main(argv) -> exit status``, imported when it is called. Without one, the
-# server is started.
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
+# Without one of them the server is started.
 COMMANDS: dict[str, str] = {
+    "bench": "mlx_serve.bench.command",
     "chat": "mlx_serve.commands.chat",
     "doctor": "mlx_serve.commands.doctor",
     "install-service": "mlx_serve.commands.install_service",

@@ -179,11 +179,22 @@ class Scheduler:
         if job is not None:
             self._fail(self._take(lambda other: other is job), error)
         elif name is not None:
-            slot = self._slots.pop(name)
+            with self._changed:
+                slot = self._slots.pop(name)
+            # Memory may be what was wanting.
+            slot.backend.shrink_cache(0)
             self._fail(slot.running, error)
+            self._make_anew(name)
         elif self._opening is not None:
             (name, _), self._opening = self._opening, None
             self._fail(self._take(lambda other: other.model == name), error)
+
+    def _make_anew(self, name: str) -> None:
+        """A backend on weights that are still in memory."""
+        if self._opening is None:
+            self._opening = (name, self._models.open(name))
+        else:
+            self._models.unload(name)
 
     def stop(self) -> None:
         """Refuse new jobs and fail all others. Any thread may call it; the worker's loop then ends."""
@@ -206,8 +217,10 @@ class Scheduler:
             self._fail(slot.running, _stopping())
             slot.running.clear()
         self._fail(self._take(lambda _: True), _stopping())
-        while self._slots:
-            self._slots.popitem()[1].backend.close()
+        with self._changed:
+            slots, self._slots = self._slots, {}
+        for slot in slots.values():
+            slot.backend.close()
 
     # Letting go.
 
@@ -248,8 +261,10 @@ class Scheduler:
 
     def _open(self, name: str) -> None:
         """Begin to load a model; whoever has to give room for it must be idle by now."""
+        # Nobody has to go for a model that is too large by itself: opening it says so.
+        fits_alone = self._models.has_room([name])
         for other in list(self._slots):
-            if self._models.has_room([*self._slots, name]):
+            if not fits_alone or self._models.has_room([*self._slots, name]):
                 break
             if not self._slots[other].running:
                 self._unload(other)
@@ -375,23 +390,21 @@ class Scheduler:
 
     def _bound_caches(self) -> None:
         """After a step may have kept more prefixes."""
-        cached = self._cached_bytes()
-        if cached > self._bounded_bytes:
+        if self._cached_bytes() > self._bounded_bytes:
             limit = self._models.kv_limit(list(self._slots))
             if limit is not None:
                 self._shrink_caches(limit - self._running_bytes())
-                cached = self._cached_bytes()
-        self._bounded_bytes = cached
 
     def _shrink_caches(self, max_bytes: int) -> None:
         """The least recently used model's prefixes go first."""
         excess = self._cached_bytes() - max(0, max_bytes)
         for slot in self._slots.values():
             if excess <= 0:
-                return
+                break
             held = slot.backend.cache_bytes
             slot.backend.shrink_cache(max(0, held - excess))
             excess -= held - slot.backend.cache_bytes
+        self._bounded_bytes = self._cached_bytes()
 
     def _check_size(self, jobs: Iterable[Job]) -> None:
         """What can't ever fit is refused before it queues, when its model is in memory and can tell."""

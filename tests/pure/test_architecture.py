@@ -15,6 +15,8 @@ MAY_IMPORT = {
     "engine": SHARED | {"engine"},
     "api": SHARED | {"api", "wire", "text", "engine"},
     "core": set(),
+    # A client of any server: of this one it shares the parsing of a flag, and for mlx-lm's ceiling BLAS and the demo.
+    "bench": {"bench", "config", "blas", "demo", "__version__"},
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
@@ -27,6 +29,7 @@ MAY_IMPORT_MLX = {
     "engine/cache_state.py",
     "engine/disk_cache.py",
     "engine/models.py",
+    "bench/offline.py",
     "probe.py",
     "demo.py",
     "gguf.py",
@@ -63,4 +66,5 @@ def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
     code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
     code += "import mlx_serve.engine.cache_store\n"
+    code += "import mlx_serve.bench.command\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

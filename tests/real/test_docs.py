@@ -158,6 +158,10 @@ def check_json(block, request):
     json.loads(block.text)
 
 
+def check_jsonl(block, request):
+    assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
+
+
 def check_toml(block, request):
     tomllib.loads(block.text)
 
@@ -190,6 +194,7 @@ CHECKS = {
     "python": check_python,
     "js": check_js,
     "json": check_json,
+    "jsonl": check_jsonl,
     "toml": check_toml,
     "yaml": check_yaml,
     "ini": check_ini,

@@ -235,7 +235,9 @@ def test_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
         running.ask(
             post(b"/echo?q=hidden", b'{"prompt": "private"}', b"Authorization: Bearer sk-key", b"X-Request-Id: r1")
         )
+        log_lines(caplog, 1)
         running.ask(post(b"/echo", b"private", b"Authorization: Bearer sk-other"))
+        log_lines(caplog, 2)
         running.ask(b"private\r\n\r\n")
         served, unknown, refused = log_lines(caplog, 3)
     assert re.match(r"method=POST path=/echo status=200 bytes_in=21 bytes_out=\d+ ms=[\d.]+ id=r1 client=127", served)
