@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx_serve
-from mlx_serve import config
+from mlx_serve import config, http_options
 from mlx_serve.commands import service_files
 from mlx_serve.commands.checks import OTHER_DESCRIPTORS
 from mlx_serve.commands.service_files import Service
+from mlx_serve.config import Config
 from mlx_serve.core import StartError
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
@@ -32,6 +33,8 @@ _KEPT = ("MLX_MODEL_PATH", "MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB
 _FOUND = ("--model", "--draft-model", "--adapter-path", "--api-key-file", "--tls-cert", "--tls-key", "--config")
 _NAMED = ("--model", "--adapter")
 _MADE = ("--uds", "--prompt-cache-dir")
+# Of these, the folders that are written to.
+_CACHES = ("MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE")
 _SECRETS = ("MLX_SERVE_API_KEY", "HF_TOKEN")
 
 
@@ -61,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
             folder = _folder(service, given)
             _write(files, folder, force=given.force)
             print("\n".join(_next(service, files, folder, given.manager)))
+        _warn_of_strangers(flags)
     except (UsageError, StartError) as error:
         print(f"mlx-serve install-service: {error}", file=sys.stderr)
         return 2
@@ -98,6 +102,13 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _warn_of_strangers(flags: Sequence[str]) -> None:
+    settings = config.from_args(flags, {})
+    if not http_options.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
+        text = f"anyone who can reach {settings.host} may use this server: add --api-key-file"
+        print(f"mlx-serve install-service: {text}", file=sys.stderr)
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     if "--" in argv:
         i = list(argv).index("--")
@@ -131,7 +142,17 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
         drain_timeout_s=settings.drain_timeout,
         n_files=settings.max_connections + OTHER_DESCRIPTORS,
         environ=needed | {name: environ[name] for name in _KEPT if environ.get(name)},
+        writable=_writable(settings, environ),
     )
+
+
+def _writable(settings: Config, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where the server will write, besides its user's own cache."""
+    named = [settings.prompt_cache_dir, *(environ.get(name) for name in _CACHES)]
+    folders = [Path(text).expanduser().absolute() for text in named if text]
+    if settings.uds:
+        folders.append(Path(settings.uds).expanduser().absolute().parent)
+    return tuple(dict.fromkeys(folders))
 
 
 def _account(name: str | None) -> tuple[str, str, Path]:
@@ -260,7 +281,10 @@ def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> 
     journal = "sudo journalctl" if service.system else "journalctl --user"
     put = f"sudo install -o root -g root -m 644 {shlex.quote(str(folder / unit.name))} {unit.final}"
     linger = f"sudo loginctl enable-linger {service.user}    # or it ends with your session"
+    owner = f"-o {service.user} -g {service.group}"
+    missing = [path for path in service.writable if service.system and not Path(path).exists()]
     return [
+        *(f"sudo install -d {owner} -m 700 {shlex.quote(str(path))}" for path in missing),
         put if service.system else linger,
         f"{systemctl} daemon-reload",
         f"{systemctl} enable --now {unit.name}",

@@ -37,6 +37,8 @@ class Service:
     drain_timeout_s: float = 30.0
     n_files: int = 768
     environ: Mapping[str, str] = field(default_factory=dict)
+    # Where it writes besides its user's caches: prompt caches, a socket.
+    writable: tuple[PurePath, ...] = ()
 
     @property
     def name(self) -> str:
@@ -125,7 +127,8 @@ def systemd_unit(service: Service) -> str:
 
 
 def _hardening(service: Service) -> Sequence[str]:
-    cache = service.home / ".cache"
+    # "-": a folder that is not there is no reason not to start.
+    writable = [_quoted(f"-{folder}") for folder in (service.home / ".cache", *service.writable)]
     return (
         "# It reads models and writes to caches; nothing else of the machine is its business.",
         "NoNewPrivileges=yes",
@@ -133,7 +136,7 @@ def _hardening(service: Service) -> Sequence[str]:
         "AmbientCapabilities=",
         "ProtectSystem=strict",
         "ProtectHome=read-only",
-        f"ReadWritePaths={_quoted(f'-{cache}')}",
+        f"ReadWritePaths={' '.join(writable)}",
         "PrivateTmp=yes",
         "ProtectKernelTunables=yes",
         "ProtectKernelModules=yes",

@@ -194,3 +194,21 @@ def test_secrets_of_this_shell_do_not_get_into_files(capsys, monkeypatch, tmp_pa
     assert "topsecret" not in plist + out
     assert "$MLX_SERVE_API_KEY" in out
     assert plistlib.loads(plist.encode())["EnvironmentVariables"]["HF_HOME"] == "/models/hub"
+
+
+def test_a_unit_may_write_where_the_flags_say(capsys, tmp_path, monkeypatch, anybody):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    flags = ["--demo", "--uds", tmp_path / "run" / "s", "--prompt-cache-dir", tmp_path / "a b"]
+    _, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--output", tmp_path, "--", *flags)
+    unit = (tmp_path / "mlx-serve.service").read_text()
+    line = next(line for line in unit.splitlines() if line.startswith("ReadWritePaths="))
+    assert line.endswith(f'"-{tmp_path}/a b" -{tmp_path}/hub -{tmp_path}/run')
+    made = [shlex.split(line)[-1] for line in out.splitlines() if "install -d" in line]
+    assert made == [f"{tmp_path}/a b", f"{tmp_path}/hub", f"{tmp_path}/run"]
+
+
+def test_a_service_that_strangers_could_use_is_told(capsys, anybody, tmp_path):
+    args = ("--for", "systemd", "--run-as", anybody, "--dry-run", "--", "--demo", "--host", "0.0.0.0")
+    assert "--api-key-file" in run(capsys, *args)[2]
+    (tmp_path / "keys").write_text("k\n")
+    assert run(capsys, *args, "--api-key-file", tmp_path / "keys")[2] == ""
