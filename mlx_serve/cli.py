@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options
+from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api, Services, Tokenizers
 from mlx_serve.api.schema import Defaults
 from mlx_serve.config import Config
@@ -177,7 +178,7 @@ def serve(settings: Config, catalog: Catalog, models: Models) -> None:
     worker = Worker(scheduler, first.name if first is not None else None, models.close)
     draining = threading.Event()
     app = Api(services(settings, catalog, models, scheduler, draining.is_set))
-    server = http_options.bind(settings, app)
+    server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
     stop = _stop_on_signals()
@@ -229,6 +230,9 @@ def services(
         draining=draining,
         check_grammar=models.check_grammar,
         loaded=lambda: frozenset(scheduler.health().models),
+        max_queue=settings.max_queue,
+        page=page.files() if settings.ui else {},
+        version=__version__,
     )
 
 

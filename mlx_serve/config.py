@@ -154,6 +154,7 @@ class Config:
         "names that clients may call the server by, comma-separated; on loopback its own names, elsewhere any",
         parse=comma_list,
     )
+    ui: bool = flag(_ACCESS, True, "serve the page at /")
 
     max_total_body_bytes: int = flag(
         _LIMITS,

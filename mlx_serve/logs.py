@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from logging.handlers import WatchedFileHandler
 from typing import Literal
 
-from mlx_serve.wire.log import access_log
+from mlx_serve.core import ACCESS_LOG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Libraries that tell of each of their own requests and lock files at INFO.
@@ -73,7 +73,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {"time": _iso(record.created), "level": record.levelname}
         message = record.getMessage()
-        if record.name == access_log.name:
+        if record.name == ACCESS_LOG:
             fields |= json.loads(message)
         else:
             fields["message"] = message

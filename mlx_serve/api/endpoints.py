@@ -11,17 +11,32 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from mlx_serve.api import errors, render, schema
+from mlx_serve.api import errors, prometheus, render, schema, stats
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.core import ApiError, ClientGone, Event, Finish, Gate, Job, Prompt, RawRequest, Response, Usage
+from mlx_serve.core import (
+    ApiError,
+    ClientGone,
+    EngineStats,
+    Event,
+    Finish,
+    Gate,
+    Job,
+    Prompt,
+    RawRequest,
+    Response,
+    Usage,
+    internal_error,
+)
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.scheduler import Health, Scheduler
 from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import compile_forced_call, compile_rule
 from mlx_serve.text.prompt import chat_prompt, text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.wire import sse
+from mlx_serve.wire.log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +70,14 @@ class Services:
     loaded: Callable[[], frozenset[str]] = frozenset
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
+    metrics: Metrics = field(default_factory=Metrics)
+    # What only the engine knows. None: the scheduler is asked.
+    engine_stats: Callable[[], EngineStats] | None = None
+    # Sequences that may wait; at so many no request more is taken.
+    max_queue: int | None = None
+    # The page's files by path; empty: there is no page.
+    page: Mapping[str, Response] = field(default_factory=dict)
+    version: str = ""
 
 
 class Api:
@@ -65,10 +88,14 @@ class Api:
 
     def methods(self, path: str) -> frozenset[str]:
         """The methods that a path has; none: there is no such route."""
+        if path in self._services.page:
+            return frozenset({"GET"})
         return frozenset(method for method, route in ROUTES if _matches(route, path))
 
     def __call__(self, request: RawRequest) -> Response:
         """Answer a request. Raises ApiError, and ClientGone when nobody waits any more."""
+        if request.path in self._services.page:
+            return self._services.page[request.path]
         endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
         try:
             return endpoint(self._services, request)
@@ -79,6 +106,16 @@ class Api:
     def error(self, error: ApiError) -> Response:
         """The reply that an error becomes."""
         return errors.as_response(error)
+
+    def observe(self, entry: RequestLog) -> None:
+        """Count a request that has ended, however it did."""
+        stats.observe(self._services.metrics, entry, self._route(entry.path))
+
+    def _route(self, path: str) -> str:
+        # A name out of our tables: a client can ask for any number of paths.
+        if path in self._services.page:
+            return path
+        return next((route for _, route in ROUTES if _matches(route, path)), "other")
 
 
 def _matches(route: str, path: str) -> bool:
@@ -108,7 +145,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     if grammar is not None:
         _constrain(jobs, grammar, _gate(tokenizer, prompt, options))
     reply = _Reply(services, request, entry, jobs, options, body)
-    return reply.respond(render.ChatRenderer(reply.head("chatcmpl")), tokenizer)
+    return reply.respond(render.ChatRenderer(reply.head("chatcmpl"), logprobs=body.logprobs), tokenizer)
 
 
 def completions(services: Services, request: RawRequest) -> Response:
@@ -185,12 +222,48 @@ def health(services: Services, request: RawRequest) -> Response:
     return _json(body, status=200 if status == "ok" else 503)
 
 
+def ready(services: Services, request: RawRequest) -> Response:
+    """GET /ready: 200 when a request would be taken now, 503 with the reason when it would not."""
+    reason = _not_ready(services, services.scheduler.health())
+    return _json({"status": reason or "ready"}, status=503 if reason else 200)
+
+
+def _not_ready(services: Services, state: Health) -> str:
+    if services.draining():
+        return "draining"
+    if state.status != "ok":
+        return state.status
+    # Without a default model, models are loaded when they are asked for: waiting for one would be waiting for ever.
+    if not state.models and services.catalog.default is not None:
+        return "loading"
+    is_full = services.max_queue is not None and state.waiting >= services.max_queue
+    return "queue_full" if is_full else ""
+
+
+def live_stats(services: Services, request: RawRequest) -> Response:
+    """GET /stats: what runs, how fast, and in how much memory, at this moment."""
+    status = "draining" if services.draining() else services.scheduler.health().status
+    return _json(stats.as_object(services.metrics, _engine_stats(services), status, services.version))
+
+
+def prometheus_metrics(services: Services, request: RawRequest) -> Response:
+    """GET /metrics, in Prometheus's text format. Raises ApiError 501 without prometheus-client."""
+    return prometheus.respond(services.metrics, _engine_stats(services), services.scheduler.health().status)
+
+
+def _engine_stats(services: Services) -> EngineStats:
+    return services.scheduler.stats() if services.engine_stats is None else services.engine_stats()
+
+
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
     ("POST", "/completions"): completions,
     ("GET", "/models"): list_models,
     ("GET", "/models/"): get_model,
     ("GET", "/health"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/stats"): live_stats,
+    ("GET", "/metrics"): prometheus_metrics,
 }
 
 
@@ -210,7 +283,9 @@ class _Reply:
 
     def respond(self, renderer: render.Renderer, tokenizer: Tokenizer) -> Response:
         """Raises ApiError while nothing was sent; once a stream runs, an error is its last event."""
-        generation = Generation(self.services.scheduler, tokenizer, self.jobs, self.options, self.request.alive)
+        generation = Generation(
+            self.services.scheduler, tokenizer, self.jobs, self.options, self.request.alive, self._trace()
+        )
         generation.submit()
         if self.body.stream:
             return Response(200, _Stream(self._stream(renderer, generation), generation), "text/event-stream")
@@ -220,6 +295,13 @@ class _Reply:
         finally:
             self._note(generation)
 
+    def _trace(self) -> Trace:
+        request = self.request
+        route = request.path.removeprefix("/v1")
+        return Trace(
+            self.services.metrics, self.entry.name, route, request.request_id, request.received_at, len(self.jobs)
+        )
+
     def _stream(self, renderer: render.Renderer, generation: Generation) -> Generator[bytes, None, None]:
         include_usage = self.body.stream_options.include_usage
         try:
@@ -227,10 +309,12 @@ class _Reply:
         except ClientGone:
             raise
         except ApiError as error:
+            self.request.notes["error"] = error.code or error.type
             yield sse.event(render.dumps(errors.as_object(error)))
         except Exception:  # the request boundary of a stream: its 200 is out, so the reason must be its last event
             log.exception("a stream failed")
-            yield sse.event(render.dumps(errors.as_object(errors.internal())))
+            self.request.notes["error"] = "server_error"
+            yield sse.event(render.dumps(errors.as_object(internal_error(self.request.request_id))))
         finally:
             self._note(generation)
 

@@ -28,8 +28,3 @@ def context_length(context_tokens: int, prompt_tokens: int, param: str) -> ApiEr
         param=param,
         code="context_length_exceeded",
     )
-
-
-def internal() -> ApiError:
-    """Our own fault; the log has the reason."""
-    return ApiError(500, "The server failed to answer; its log says why.", type="server_error")

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import FailFast, Field, ValidationError, model_validator
+from pydantic import AliasChoices, FailFast, Field, ValidationError, model_validator
 
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.fields import (
@@ -74,7 +74,8 @@ class Message(Model):
     name: Str | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Str | None = None
-    reasoning_content: Str | None = None
+    # mlx_lm.server and OpenRouter call it ``reasoning``, and clients send back what they were given.
+    reasoning_content: Str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:

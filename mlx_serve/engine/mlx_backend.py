@@ -69,6 +69,16 @@ class BatchBackend:
         """What kept prefixes hold."""
         return self._loaded.prefix_cache.n_bytes
 
+    @property
+    def n_cached(self) -> int:
+        """Kept prefixes."""
+        return len(self._loaded.prefix_cache)
+
+    @property
+    def n_evicted(self) -> int:
+        """Prefixes given up for room."""
+        return self._loaded.prefix_cache.n_evicted
+
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """A batch's caches are as long as the longest of them."""
         longest = max((len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs), default=0)

@@ -31,7 +31,7 @@ from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.kv_size import measure
-from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget
+from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
@@ -167,6 +167,10 @@ class ModelStore:
                 # Whatever was read of a model that failed half-way.
                 _collect()
         return self._backend(self._loaded[name])
+
+    def memory(self) -> MemoryUse:
+        """MLX's own figures."""
+        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
     def unload(self, name: str) -> None:
         """Let a model go."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.core import ApiError, Event, Failed, Job, PromptLogprobs, TokenEvent
+from mlx_serve.core import ApiError, EngineStats, Event, Failed, Job, ModelStats, PromptLogprobs, TokenEvent
 from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.waiting import Waiting
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,10 @@ class Scheduler:
         self._stepping: str | None = None
         # What kept prefixes held when they were last looked at.
         self._bounded_bytes = 0
+        # Of the models that are no longer in memory.
+        self._n_evicted_before = 0
+        # Asked for on the worker thread, as all of MLX is.
+        self._memory = MemoryUse()
         self._served = False
         self._stopped = False
         self._cancelled = False
@@ -132,6 +138,33 @@ class Scheduler:
             n_running = sum(len(slot.running) for slot in self._slots.values())
             return Health(status, tuple(self._slots), len(self._waiting), n_running)
 
+    def stats(self) -> EngineStats:
+        """A snapshot for the metrics."""
+        with self._changed:
+            slots = dict(self._slots)
+            waiting = Counter(job.model for job in self._waiting)
+            memory = self._memory
+        models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
+        return EngineStats(
+            waiting=waiting.total(),
+            running=sum(model.running for model in models),
+            models=models,
+            kv_bytes=sum(model.kv_bytes for model in models),
+            prefix_cache_bytes=sum(slot.backend.cache_bytes for slot in slots.values()),
+            prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
+            evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
+            weights_bytes=sum(model.weights_bytes for model in models),
+            active_bytes=memory.active_bytes,
+            peak_bytes=memory.peak_bytes,
+            cache_bytes=memory.cache_bytes,
+        )
+
+    def _model_stats(self, name: str, slot: _Slot, n_waiting: int) -> ModelStats:
+        # A copy at one go: the worker thread takes jobs out without the lock.
+        running = list(slot.running)
+        kv_bytes = slot.backend.kv_bytes(running) if running else 0
+        return ModelStats(name, n_waiting, len(running), self._models.weights_bytes(name), kv_bytes)
+
     # Called by the worker thread.
 
     def step(self) -> bool:
@@ -155,6 +188,7 @@ class Scheduler:
             self._stepping = None
             slot.used_s = self._clock()
         self._bound_caches()
+        self._memory = self._models.memory()
         return bool(active) or self._opening is not None
 
     def wait(self) -> None:
@@ -167,6 +201,7 @@ class Scheduler:
         self._open(name)
         while self._opening is not None:
             self._continue_opening()
+        self._memory = self._models.memory()
 
     def recover(self, error: ApiError) -> None:
         """After ``step`` raised: fail those whom it concerns, so that the next step can go on.
@@ -291,6 +326,7 @@ class Scheduler:
     def _unload(self, name: str) -> None:
         with self._changed:
             slot = self._slots.pop(name)
+            self._n_evicted_before += slot.backend.n_evicted
         slot.backend.close()
         # Not a name more may hold it, or the old model stays in memory beside the new one.
         del slot

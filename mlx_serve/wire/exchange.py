@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from mlx_serve.core import ApiError, ClientGone, RawRequest, Response
+from mlx_serve.core import ApiError, ClientGone, RawRequest, Response, internal_error
 from mlx_serve.wire import access
 from mlx_serve.wire.admission import admit, check_expectation
 from mlx_serve.wire.body import LengthBody, body_decoder
@@ -39,6 +39,8 @@ Ending: TypeAlias = Literal["kept", "closed", "gone"]
 
 _log = logging.getLogger("mlx_serve.wire")
 
+# The date of the REST API's contract, which OpenAI has sent with every answer since.
+OPENAI_VERSION = "2020-10-01"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Up to this size a refused body is read, so that the connection can be kept.
@@ -155,7 +157,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+        now = time.monotonic()
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
@@ -195,7 +198,7 @@ class Exchange:
     def _fields(self) -> Fields:
         options = self._setting.options
         ms = int((time.monotonic() - self._started) * 1000)
-        own = (("Server", options.server_name), ("x-request-id", self._request_id), ("openai-processing-ms", str(ms)))
+        own = (*own_fields(options, self._request_id), ("openai-processing-ms", str(ms)))
         return own + (access.cors_fields(options.access, self._head.headers) if self._head else ())
 
     def _fail(self) -> None:
@@ -205,8 +208,7 @@ class Exchange:
             self._note("broken", "the stream failed")
             return
         with suppress(ClientGone):  # the failure is in the log; that nobody waits for its status is no other one
-            message = f"internal error, request id {self._request_id}"
-            self._send(self._error(ApiError(500, message, type="server_error")))
+            self._send(self._error(internal_error(self._request_id)))
 
     def _error(self, error: ApiError) -> Response:
         """The application's words, with the header fields of the error if it left them out."""
@@ -234,7 +236,15 @@ class Exchange:
             client=self._client,
             notes=self._notes,
         )
-        log_request(entry, self._setting.options.log_format)
+        options = self._setting.options
+        is_routine = entry.path in options.quiet_paths and entry.status < 400
+        log_request(entry, options.log_format, logging.DEBUG if is_routine else logging.INFO)
+        options.on_end(entry)
+
+
+def own_fields(options: ServerOptions, request_id: str) -> Fields:
+    """What every reply says of itself."""
+    return (("Server", options.server_name), ("x-request-id", request_id), ("openai-version", OPENAI_VERSION))
 
 
 def new_request_id() -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mlx_serve.core import ApiError, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.log import RequestLog
 
 
 class Application(Protocol):
@@ -48,3 +50,7 @@ class ServerOptions:
     tls_key: str | None = None
     server_name: str = "mlx-serve"
     log_format: Literal["text", "json"] = "text"
+    # Asked every few seconds by machines: their log lines are for level DEBUG, unless something went wrong.
+    quiet_paths: frozenset[str] = frozenset()
+    # Told of each request when it has ended, on the thread that served it.
+    on_end: Callable[[RequestLog], None] = lambda entry: None

@@ -13,8 +13,9 @@ import logging
 
 from mlx_serve.wire.admission import unavailable
 from mlx_serve.wire.body_budget import BodyBudget
-from mlx_serve.wire.exchange import Setting, new_request_id
+from mlx_serve.wire.exchange import Setting, new_request_id, own_fields
 from mlx_serve.wire.listener import Listener
+from mlx_serve.wire.log import RequestLog
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Manner, whole
 from mlx_serve.wire.roster import Roster
@@ -68,5 +69,7 @@ class Server:
         error = unavailable("too many connections", code="too_many_connections")
         response = self._application.error(error)
         body = response.body if isinstance(response.body, bytes) else b""
-        fields = (("Server", self._options.server_name), ("x-request-id", new_request_id()), *error.headers)
-        return whole(response, body, fields, Manner())
+        request_id = new_request_id()
+        notes = {"error": error.code or error.type}
+        self._options.on_end(RequestLog("-", "-", error.status, 0, len(body), 0.0, request_id, "-", notes))
+        return whole(response, body, own_fields(self._options, request_id) + error.headers, Manner())

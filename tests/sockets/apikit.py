@@ -66,15 +66,24 @@ def events(text: str) -> list:
 
 @contextmanager
 def serving(
-    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, tokenizer=None, **services
+    make_backend=lambda _: FakeBackend(),
+    *,
+    max_queue=128,
+    catalog=None,
+    limits=None,
+    tokenizer=None,
+    access=None,
+    **services,
 ) -> Iterator[Running]:
     """A server that is up, and after the block down with nothing left."""
     catalog = catalog if catalog is not None else Catalog(ENTRY, ["fake"])
     models = FakeModels(make_backend, tokenizer)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    app = Api(Services(scheduler, catalog, models, "fp_test", **services))
-    options = ServerOptions(address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=AccessPolicy())
+    app = Api(Services(scheduler, catalog, models, "fp_test", max_queue=max_queue, **services))
+    options = ServerOptions(
+        address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy(), on_end=app.observe
+    )
     server = Server(app, options)
     accepting = threading.Thread(target=server.serve_forever)
     worker.start()

@@ -100,5 +100,5 @@ def test_open_webui_s_environment_is_what_a_shell_takes():
 
 
 def test_prometheus_s_configuration():
-    (job,) = read_yaml("prometheus/prometheus.yml")["scrape_configs"]
-    assert job["metrics_path"] == "/metrics"
+    (job,) = read_yaml("prometheus.yml")["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:8080"]}]

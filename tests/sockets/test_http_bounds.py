@@ -208,6 +208,7 @@ def test_beyond_the_limit_there_is_a_quick_503() -> None:
                 assert (reply.status, reply.error()["code"]) == (503, "too_many_connections")
                 assert reply.headers["retry-after"].isdigit()
                 assert reply.headers["connection"] == "close"
+                assert reply.headers["openai-version"] == "2020-10-01"
         running.app.release.set()
         assert [client.reply().status for client in working] == [200, 200, 200]
         for client in working:
