@@ -42,7 +42,13 @@ log = logging.getLogger("mlx_serve")
 
 # The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
 # Without one of them the server is started.
-COMMANDS: dict[str, str] = {"bench": "mlx_serve.bench.command"}
+COMMANDS: dict[str, str] = {
+    "bench": "mlx_serve.bench.command",
+    "chat": "mlx_serve.commands.chat",
+    "doctor": "mlx_serve.commands.doctor",
+    "install-service": "mlx_serve.commands.install_service",
+    "models": "mlx_serve.commands.models",
+}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.

@@ -200,7 +200,14 @@ FLAGS = flags_of(Config)
 
 def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
     """The argument parser, with a group for each topic."""
-    top = argparse.ArgumentParser(prog=prog, description="Serve MLX language models over the OpenAI HTTP API.")
+    top = argparse.ArgumentParser(
+        prog=prog,
+        # Not the list of all flags, which would bury the fault that a usage line is printed with.
+        usage=f"{prog} [FLAGS]\n       {prog} COMMAND [FLAGS]",
+        description="Serve MLX language models over the OpenAI HTTP API.",
+        # cli.COMMANDS, which this module can't import.
+        epilog="Commands, each with a --help of its own: bench, chat, doctor, install-service, models.",
+    )
     top.add_argument("--version", action="version", version=f"mlx-serve {__version__}")
     top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; flags given here win")
     groups: dict[str, Any] = {}

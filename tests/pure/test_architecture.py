@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "http_options": SHARED | {"config", "wire"},
     "demo": {"gguf"},
+    "probe": {"blas"},
     "config_file": {"core", "flags"},
     "config": {"core", "flags", "config_file"},
     "model_options": {"core", "flags", "config_file", "config", "demo", "engine"},
@@ -44,6 +45,7 @@ MAY_IMPORT_MLX = {
     "engine/disk_cache.py",
     "engine/models.py",
     "bench/offline.py",
+    "probe.py",
     "demo.py",
     "gguf.py",
 }

@@ -7,6 +7,7 @@ from importlib.metadata import distribution
 import pytest
 
 from mlx_serve import config
+from mlx_serve.cli import COMMANDS
 from mlx_serve.config import from_args
 from mlx_serve.flags import size
 
@@ -175,3 +176,8 @@ def test_the_help_names_every_flag(capsys):
         from_args(["--help"], {})
     text = capsys.readouterr().out
     assert all(option in text for option in our_flags())
+
+
+def test_the_help_names_every_command():
+    _, _, names = config.parser().epilog.rpartition("of its own: ")
+    assert names.rstrip(".").split(", ") == sorted(COMMANDS)
