@@ -164,8 +164,8 @@ class _NoApplication:
     def __call__(self, request: RawRequest) -> Response:
         raise ApiError(503, "not serving")
 
-    def error(self, error: ApiError) -> Response:
-        return Response(error.status, b"")
+    def error(self, err: ApiError, path: str, request_id: str) -> Response:
+        return Response(err.status, b"")
 
 
 def address(settings: Config) -> Iterator[Finding]:
