@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias
 
-from mlx_serve.core import Event, Job
+from mlx_serve.core import Event, Failed, Job, PromptLogprobs, TokenEvent
+
+
+class EngineLost(Exception):
+    """Nothing can be generated any more, and this process can't mend it; the text is one line for the operator."""
 
 
 class Backend(Protocol):
@@ -67,3 +71,10 @@ class Models(Protocol):
 
     def unload(self, name: str) -> None:
         """Let a model's weights go."""
+
+
+def is_last(event: Event) -> bool:
+    """Whether nothing more comes of the event's job."""
+    if isinstance(event, TokenEvent):
+        return event.finish is not None
+    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)

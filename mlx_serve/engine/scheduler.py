@@ -18,8 +18,8 @@ from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.core import ApiError, Event, Failed, Job, PromptLogprobs, TokenEvent
-from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.core import ApiError, Event, Failed, Job
+from mlx_serve.engine.backend import Backend, Models, Opening, is_last
 from mlx_serve.engine.waiting import Waiting
 
 log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Scheduler:
         for name, slot in active:
             self._stepping = name
             for job, event in slot.backend.step(gap_s):
-                if _is_last(event):
+                if is_last(event):
                     slot.running.pop(job, None)
                 job.events.put(event)
             self._stepping = None
@@ -157,10 +157,13 @@ class Scheduler:
         self._bound_caches()
         return bool(active) or self._opening is not None
 
-    def wait(self) -> None:
-        """Block until there is something to do."""
+    def wait(self, at_most_s: float | None = None) -> None:
+        """Block until there is something to do, or for ``at_most_s`` seconds."""
+        timeouts = [timeout_s for timeout_s in (at_most_s, self._next_expiry_s()) if timeout_s is not None]
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopped, self._next_expiry_s())
+            self._changed.wait_for(
+                lambda: self._waiting or self._cancelled or self._stopped, min(timeouts, default=None)
+            )
 
     def load(self, name: str) -> None:
         """Load a model now, with nothing else going on. Raises ApiError."""
@@ -420,12 +423,6 @@ class Scheduler:
     def _fail(jobs: Collection[Job], error: ApiError) -> None:
         for job in jobs:
             job.events.put(Failed(job.index, error))
-
-
-def _is_last(event: Event) -> bool:
-    if isinstance(event, TokenEvent):
-        return event.finish is not None
-    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)
 
 
 def _queue_full(max_queue: int, n_jobs: int) -> ApiError:

@@ -27,6 +27,8 @@ MAY_IMPORT_MLX = {
     "engine/cache_state.py",
     "engine/disk_cache.py",
     "engine/models.py",
+    "engine/ranks.py",
+    "engine/weights.py",
     "demo.py",
     "gguf.py",
 }
