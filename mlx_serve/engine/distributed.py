@@ -21,9 +21,6 @@ from mlx_serve.core import ApiError, Event, Gate, Job, Prompt, Sampling
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 
-# How long all sleep while there is nothing to do. MLX waits for a message with a busy loop; so the others wait little,
-# and the first request after a pause waits for them so long at most.
-REST_S = 0.02
 _READING, _READ, _FAILED = range(3)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_serve.core import ApiError, Job
 from mlx_serve.engine.backend import is_last
-from mlx_serve.engine.distributed import REST_S, JointOpening, Messages, PartBackend, Store, job_of
+from mlx_serve.engine.distributed import JointOpening, Messages, PartBackend, Store, job_of
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Follower:
         self._opening: JointOpening | None = None
         self._parts: dict[str, _Part] = {}
         self._actions: dict[str, Callable[..., None]] = {
-            "rest": lambda: time.sleep(REST_S),
+            "rest": time.sleep,
             "open": self._open,
             "read": self._go_on,
             "unload": store.unload,

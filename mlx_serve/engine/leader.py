@@ -7,7 +7,12 @@ from typing import Any
 
 from mlx_serve.core import Event, Job
 from mlx_serve.engine.backend import Opening, is_last
-from mlx_serve.engine.distributed import REST_S, JointOpening, Kept, Messages, PartBackend, Store, job_data
+from mlx_serve.engine.distributed import JointOpening, Kept, Messages, PartBackend, Store, job_data
+
+# How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request
+# that comes meanwhile waits for the others to wake up, the longer the longer the pause has been.
+FIRST_REST_S = 0.005
+LONGEST_REST_S = 0.1
 
 
 class Leader:
@@ -16,8 +21,6 @@ class Leader:
     ``cache_bytes``: what the kept prefixes of one model may hold. None: what the memory leaves.
     """
 
-    rest_s = REST_S
-
     def __init__(
         self, store: Store, ranks: Messages, on_leave: Callable[[], None], cache_bytes: int | None = None
     ) -> None:
@@ -25,6 +28,7 @@ class Leader:
         self._ranks = ranks
         self._on_leave = on_leave
         self.cache_bytes = cache_bytes
+        self._rest_s = FIRST_REST_S
         # Any thread; of this rank alone.
         self.tokenizer = store.tokenizer
         self.check_grammar = store.check_grammar
@@ -47,9 +51,12 @@ class Leader:
         self.post("unload", name)
         self._store.unload(name)
 
-    def beat(self) -> None:
-        """Tell the others that there is nothing to do, every ``rest_s`` seconds; and see that they are there."""
-        self.post("rest")
+    def beat(self) -> float:
+        """Tell the others that there is nothing to do, and so see that they are there. Seconds until the next time."""
+        rest_s = self._rest_s
+        self.post("rest", rest_s)
+        self._rest_s = min(2 * rest_s, LONGEST_REST_S)
+        return rest_s
 
     def lose(self) -> None:
         """Say nothing any more: a rank is gone, or did what another one did not."""
@@ -68,6 +75,7 @@ class Leader:
 
     def post(self, kind: str, *arguments: Any) -> None:
         """Say what is done next. Raises EngineLost."""
+        self._rest_s = FIRST_REST_S
         if self._ranks.post([kind, *arguments]):
             self._on_leave()
 

@@ -98,11 +98,11 @@ class Ranks:
         Equal seeds would not do: two kinds of GPU round differently, and where two tokens are about as likely one rank
         would take the one and end, while the other takes the other and goes on.
         """
-        is_first = self.rank == 0
+        is_first = int(self.rank == 0)
 
         def sample(logprobs: mx.array) -> mx.array:
-            tokens = sampler(logprobs)
-            mine = tokens if is_first else mx.zeros_like(tokens)
+            # A product and not zeros: what depends on nothing would be sent before what the model sends.
+            mine = sampler(logprobs) * is_first
             agreed: mx.array = mx.distributed.all_sum(mine, group=self.group)
             return agreed
 

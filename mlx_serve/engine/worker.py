@@ -21,10 +21,8 @@ log = logging.getLogger(__name__)
 class Peers(Protocol):
     """Other processes that take part in each step."""
 
-    rest_s: float
-
-    def beat(self) -> None:
-        """Tell them that there is nothing to do, every ``rest_s`` seconds."""
+    def beat(self) -> float:
+        """Tell them that there is nothing to do. Seconds until they want to hear it again."""
 
     def lose(self) -> None:
         """Say nothing to them any more."""
@@ -95,9 +93,7 @@ class Worker(Thread):
                 self._give_up(self._peers, error)
 
     def _rest(self) -> None:
-        if self._peers is not None:
-            self._peers.beat()
-        self._scheduler.wait(self._peers.rest_s if self._peers is not None else None)
+        self._scheduler.wait(None if self._peers is None else self._peers.beat())
 
     def _give_up(self, peers: Peers, error: Exception) -> None:
         peers.lose()

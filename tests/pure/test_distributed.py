@@ -8,12 +8,11 @@ from threading import Barrier, Event, Semaphore, Thread
 import pytest
 
 from mlx_serve.core import ApiError, Gate, Job, Prompt, Sampling
-from mlx_serve.engine import leader as leader_module
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
 from mlx_serve.engine.follower import Follower
-from mlx_serve.engine.leader import Leader
+from mlx_serve.engine.leader import FIRST_REST_S, Leader
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.worker import Worker
 
@@ -310,8 +309,7 @@ def test_a_step_that_fails_ends_the_engine_for_nobody_knows_what_the_others_did(
     joined.close()
 
 
-def test_while_there_is_nothing_to_do_the_leader_says_so(monkeypatch):
-    monkeypatch.setattr(leader_module.Leader, "rest_s", 0.001)
+def test_while_there_is_nothing_to_do_the_leader_says_so_less_and_less_often():
     joined = Joined()
     worker = Worker(Scheduler(joined.leader), None, joined.leader.close, peers=joined.leader)
     worker.start()
@@ -319,4 +317,4 @@ def test_while_there_is_nothing_to_do_the_leader_says_so(monkeypatch):
         assert joined.ranks.said.acquire(timeout=DEADLINE_S)
     worker.stop()
     joined.close()
-    assert [message[0] for message in joined.ranks.posted][:3] == ["rest"] * 3
+    assert joined.ranks.posted[:3] == [["rest", FIRST_REST_S * 2**i] for i in range(3)]
