@@ -21,6 +21,9 @@ from mlx_serve.core import ApiError, Event, Gate, Job, Prompt, Sampling
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 
+# What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
+# and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
+ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _READING, _READ, _FAILED = range(3)
 
 

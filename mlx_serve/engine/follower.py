@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from mlx_serve.core import ApiError, Job
-from mlx_serve.engine.backend import is_last
-from mlx_serve.engine.distributed import JointOpening, Messages, PartBackend, Store, job_of
+from mlx_serve.core import ApiError, Event, Job
+from mlx_serve.engine.backend import EngineLost, is_last
+from mlx_serve.engine.distributed import ALIKE, JointOpening, Messages, PartBackend, Store, job_of
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Follower:
             "remove": lambda name, *arguments: self._parts[name].remove(*arguments),
             "step": lambda name, *arguments: self._parts[name].step(*arguments),
             "keep": lambda name, n: self._store.prefix_cache(name).keep(n),
+            "failed": self._fail,
             "close": lambda name: self._parts.pop(name).backend.close(),
         }
 
@@ -43,6 +45,11 @@ class Follower:
             part.backend.close()
         self._parts.clear()
         self._store.close()
+
+    def _fail(self, name: str) -> None:
+        # The scheduler opens a new one.
+        del self._parts[name]
+        self._store.prefix_cache(name).keep(0)
 
     def _open(self, name: str) -> None:
         self._opening = JointOpening(self._store, self._ranks, name)
@@ -68,12 +75,13 @@ class _Part:
         self.backend = backend
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}
+        self._failed = False
 
     def insert(self, number: int, data: dict[str, Any]) -> None:
         job = job_of(data)
         try:
             self.backend.insert(job)
-        except ApiError:
+        except (ApiError, *ALIKE):
             # As on rank 0, which tells the client.
             return
         self._jobs[number] = job
@@ -81,15 +89,31 @@ class _Part:
 
     def remove(self, numbers: Sequence[int]) -> None:
         jobs = [self._jobs[number] for number in numbers]
-        self.backend.remove(jobs)
+        with self._failing_alike():
+            self.backend.remove(jobs)
         for job in jobs:
             self._forget(job)
 
     def step(self, n_tokens: int, late: Sequence[int]) -> None:
-        self.backend.give_up([self._jobs[number] for number in late])
-        for job, event in self.backend.step_tokens(n_tokens):
+        jobs = [self._jobs[number] for number in late]
+        events: Sequence[tuple[Job, Event]] = []
+        with self._failing_alike():
+            self.backend.give_up(jobs)
+            events = self.backend.step_tokens(n_tokens)
+        for job, event in events:
             if is_last(event):
                 self._forget(job)
+
+    @contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """A failure is rank 0's too, which says so next; if it does not, the ranks are out of step."""
+        if self._failed:
+            raise EngineLost("a step failed here, but not on rank 0")
+        try:
+            yield
+        except ALIKE:
+            log.exception("a generation step failed")
+            self._failed = True
 
     def _forget(self, job: Job) -> None:
         del self._jobs[self._numbers.pop(job)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_serve.core import Event, Job
 from mlx_serve.engine.backend import Opening, is_last
-from mlx_serve.engine.distributed import JointOpening, Kept, Messages, PartBackend, Store, job_data
+from mlx_serve.engine.distributed import ALIKE, JointOpening, Kept, Messages, PartBackend, Store, job_data
 
 # How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request
 # that comes meanwhile waits for the others to wake up, the longer the longer the pause has been.
@@ -57,6 +58,10 @@ class Leader:
         self.post("rest", rest_s)
         self._rest_s = min(2 * rest_s, LONGEST_REST_S)
         return rest_s
+
+    def survives(self, error: Exception) -> bool:
+        """Whether all ranks failed alike, so that they can go on."""
+        return isinstance(error, ALIKE) and not self.lost
 
     def lose(self) -> None:
         """Say nothing any more: a rank is gone, or did what another one did not."""
@@ -116,7 +121,8 @@ class LedBackend:
     def remove(self, jobs: Collection[Job]) -> None:
         """Forget jobs."""
         self._leader.post("remove", self._name, self._numbers_of(jobs))
-        self._part.remove(jobs)
+        with self._failing_alike():
+            self._part.remove(jobs)
         for job in jobs:
             self._numbers.pop(job, None)
         self._bound_cache()
@@ -125,8 +131,9 @@ class LedBackend:
         """A step on all ranks."""
         n_tokens, late = self._part.prefill_tokens(gap_s), self._part.late()
         self._leader.post("step", self._name, n_tokens, self._numbers_of(late))
-        self._part.give_up(late)
-        events = self._part.step_tokens(n_tokens)
+        with self._failing_alike():
+            self._part.give_up(late)
+            events = self._part.step_tokens(n_tokens)
         for job, event in events:
             if is_last(event):
                 self._numbers.pop(job, None)
@@ -147,6 +154,16 @@ class LedBackend:
             return
         self._leader.post("close", self._name)
         self._part.close()
+
+    @contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """A failure ends this backend on all ranks; the scheduler opens a new one."""
+        try:
+            yield
+        except ALIKE:
+            self._kept.keep(0)
+            self._leader.post("failed", self._name)
+            raise
 
     def _bound_cache(self) -> None:
         max_bytes = self._leader.cache_bytes

@@ -24,6 +24,9 @@ class Peers(Protocol):
     def beat(self) -> float:
         """Tell them that there is nothing to do. Seconds until they want to hear it again."""
 
+    def survives(self, error: Exception) -> bool:
+        """Whether a step that raised this has done no harm but to its own model's jobs."""
+
     def lose(self) -> None:
         """Say nothing to them any more."""
 
@@ -31,9 +34,9 @@ class Peers(Protocol):
 class Worker(Thread):
     """Runs the scheduler until it is stopped, then calls ``release`` to let all models go.
 
-    ``ready`` is done when the first model is loaded, or could not be. With ``peers`` a step that failed can't be
-    repaired, for nobody knows whether it failed for all of them: ``fault`` is then set, ``on_fault`` called, and the
-    thread ends.
+    ``ready`` is done when the first model is loaded, or could not be. With ``peers`` a step may fail in a way that
+    can't be repaired, for nobody knows whether it failed for all of them: ``fault`` is then set, ``on_fault`` called,
+    and the thread ends.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Worker(Thread):
                 self._rest()
         except Exception as error:  # the thread boundary: what went wrong concerns the requests, not the server
             log.exception("a generation step failed")
-            if self._peers is None:
+            if self._peers is None or self._peers.survives(error):
                 self._scheduler.recover(internal())
             else:
                 self._give_up(self._peers, error)

@@ -205,6 +205,18 @@ def test_models_come_and_go_on_all_ranks_and_one_that_a_rank_lacks_fails_alone(t
         assert tokens(port, "abc", model="second") == second
 
 
+def test_a_step_that_fails_alike_on_all_ranks_fails_its_request_alone(models, tmp_path):
+    # This tiny model's heads are smaller than any group that MLX quantizes.
+    with ranks(tmp_path, "--model", models / "first", "--kv-bits", 8, "--quantized-kv-start", 0) as (started, port):
+        wait_until_ready(started)
+        for _ in range(2):
+            status, answer = ask(port, {"prompt": "some prompt", "max_tokens": 4})
+            assert (status, answer["error"]["type"]) == (500, "server_error")
+        assert ask(port, None, "/health")[0] == 200
+        started[0].process.send_signal(signal.SIGTERM)
+        assert [each.ended()[0] for each in started] == [0, 0]
+
+
 def test_rank_0_ends_when_another_rank_dies(models, tmp_path):
     with ranks(tmp_path, "--model", models / "first") as (started, _):
         wait_until_ready(started)

@@ -7,7 +7,7 @@ from threading import Barrier, Event, Semaphore, Thread
 
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Job, Prompt, Sampling
+from mlx_serve.core import ApiError, Gate, Job, Prompt, Sampling, Started
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
@@ -120,6 +120,7 @@ class FakeStore:
         self.parts = {}
         self.unloaded = []
         self.closed = False
+        self.finished = Semaphore(0)
 
     tokenizer = check_grammar = None
 
@@ -143,6 +144,7 @@ class FakeStore:
 
     def finish(self, name):
         self.parts[name] = FakePart(FakeKept())
+        self.finished.release()
         return self.parts[name]
 
     def prefix_cache(self, name):
@@ -158,14 +160,32 @@ class FakeStore:
 class Joined:
     """A leader, and a follower that runs in a thread."""
 
-    def __init__(self, here=None, there=None, cache_bytes=None):
+    def __init__(self, here=None, there=None, cache_bytes=None, expected=""):
         pair = Pair()
         self.here, self.there = here or FakeStore(), there or FakeStore()
         self.ranks = FakeRanks(pair, 0)
         self.leader = Leader(self.here, self.ranks, lambda: None, cache_bytes)
-        follower = Follower(self.there, FakeRanks(pair, 1))
-        self._thread = Thread(target=follower.run)
+        self._follower = Follower(self.there, FakeRanks(pair, 1))
+        self._expected = expected
+        self._error = ""
+        self._thread = Thread(target=self._follow)
         self._thread.start()
+
+    def _follow(self):
+        try:
+            self._follower.run()
+        except EngineLost as error:
+            self._error = str(error)
+
+    def there_is(self, name):
+        """The follower's part of a model, once it has one."""
+        assert self.there.finished.acquire(timeout=DEADLINE_S)
+        return self.there.parts[name]
+
+    def join(self):
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive()
+        assert self._error == self._expected
 
     def open(self, name):
         opening = self.leader.open(name)
@@ -178,8 +198,7 @@ class Joined:
     def close(self):
         """End both, so that the follower has done all that it was told."""
         self.leader.close()
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
+        self.join()
         assert self.here.closed
         assert self.there.closed
 
@@ -307,6 +326,46 @@ def test_a_step_that_fails_ends_the_engine_for_nobody_knows_what_the_others_did(
     assert joined.ranks.posted[-1][0] == "step"
     joined.ranks.lost = False
     joined.close()
+
+
+def test_what_fails_alike_on_all_ranks_fails_its_jobs_and_a_new_backend_serves():
+    joined = Joined()
+    scheduler = Scheduler(joined.leader)
+    worker = Worker(scheduler, "m", joined.leader.close, peers=joined.leader)
+
+    def fail(_):
+        raise ValueError("shapes do not match")
+
+    worker.start()
+    worker.ready.result(DEADLINE_S)
+    failed = [joined.here.parts["m"], joined.there_is("m")]
+    for part in failed:
+        part.step_tokens = fail
+    asked, next_one = job("x"), job("y")
+    scheduler.submit([asked])
+    assert asked.events.get(timeout=DEADLINE_S).error.status == 500
+    scheduler.submit([next_one])
+    assert next_one.events.get(timeout=DEADLINE_S) == Started(0, 0)
+    worker.stop()
+    assert worker.fault is None
+    joined.close()
+    assert failed[0].done == failed[1].done
+    assert joined.here.parts["m"].done == joined.there.parts["m"].done
+    assert joined.here.parts["m"] is not failed[0]
+
+
+def test_a_follower_that_fails_alone_ends():
+    joined = Joined(expected="a step failed here, but not on rank 0")
+    backend = joined.open("m")
+
+    def fail(_):
+        raise ValueError("not enough")
+
+    joined.there_is("m").step_tokens = fail
+    backend.insert(job("x"))
+    backend.step(0.1)
+    backend.step(0.1)
+    joined.join()
 
 
 def test_while_there_is_nothing_to_do_the_leader_says_so_less_and_less_often():
