@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options
+from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, ranked
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.responses.store import ResponseStore
@@ -29,14 +29,18 @@ from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine import backend
+from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit
+from mlx_serve.engine.leader import Leader
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.worker import Peers, Worker
 from mlx_serve.wire.server import Server
 
 if TYPE_CHECKING:
     from mlx_serve.engine.disk_cache import DiskCache
+    from mlx_serve.engine.models import ModelStore
+    from mlx_serve.engine.ranks import Ranks
 
 log = logging.getLogger("mlx_serve")
 
@@ -97,29 +101,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     if library is not None:
         log.info("MLX's CPU backend uses OpenBLAS (%s)", library)
     try:
-        catalog, models = open_models(settings)
-        serve(settings, catalog, models)
-    except (StartError, demo.DemoError, NotAModelError) as error:
+        ranks = ranked.join()
+        catalog, store = open_models(settings, ranks)
+        if ranks is None:
+            serve(settings, catalog, store)
+        else:
+            _serve_or_follow(settings, catalog, store, ranks)
+    except (StartError, EngineLost, demo.DemoError, NotAModelError) as error:
         return _refuse(error)
     return 0
 
 
 def _refuse(error: Exception) -> int:
-    """Say why there is no server; gives the exit status."""
+    """Say why there is no server any more; gives the exit status."""
     print(f"mlx-serve: {error}", file=sys.stderr)
     return 1
 
 
-def open_models(settings: Config) -> tuple[Catalog, Models]:
+def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, ranks: Ranks) -> None:
+    ranked.watch(ranks, settings.rank_timeout)
+    if ranks.rank == 0:
+        stop = threading.Event()
+        leader = Leader(store, ranks, stop.set, settings.prompt_cache_bytes)
+        serve(settings, catalog, leader, peers=leader, stop=stop)
+    else:
+        _stop_on_signals(ranks.leaving)
+        ranked.follow(store, ranks)
+
+
+def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, ModelStore]:
     """The catalog and the store of MLX models that the flags describe. Raises StartError."""
+    from mlx_serve.engine.load_errors import LoadError
     from mlx_serve.engine.mlx_backend import BatchOptions
-    from mlx_serve.engine.models import LoadError, ModelStore, device_bytes, locate, n_ranks
+    from mlx_serve.engine.models import ModelStore, device_bytes, locate
+    from mlx_serve.engine.sharding import Sharding
     from mlx_serve.engine.single_backend import SingleOptions
 
-    if n_ranks() > 1:
-        raise StartError("started on several ranks by mlx.launch: this version serves from one machine only")
     try:
         catalog = model_options.catalog(settings, locate)
+        n_bytes = device_bytes()
+        if ranks is not None:
+            ranked.check(settings, catalog)
+            n_bytes = ranked.greet(ranks, settings, n_bytes)
         draft_path = model_options.draft_path(settings, locate)
         tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
         if settings.chat_template:
@@ -136,8 +159,9 @@ def open_models(settings: Config) -> tuple[Catalog, Models]:
             ),
             prompt_cache_size=settings.prompt_cache_size,
             prompt_cache_bytes=settings.prompt_cache_bytes,
-            budget=_budget(settings, device_bytes()),
+            budget=_budget(settings, n_bytes),
             disk=_disk_cache(settings),
+            sharding=Sharding(ranks, settings.pipeline) if ranks is not None else None,
         )
         if catalog.default is not None:
             store.check(catalog.default)
@@ -173,17 +197,28 @@ def limits(settings: Config) -> Limits:
     )
 
 
-def serve(settings: Config, catalog: Catalog, models: Models) -> None:
-    """Serve until a signal ends it. Raises StartError when the port is taken or the first model can't be loaded."""
+def serve(
+    settings: Config,
+    catalog: Catalog,
+    models: Models,
+    *,
+    peers: Peers | None = None,
+    stop: threading.Event | None = None,
+) -> None:
+    """Serve until ``stop`` is set, by a signal or otherwise.
+
+    Raises StartError when the port is taken or the first model can't be loaded, EngineLost when a peer is gone.
+    """
+    stop = stop or threading.Event()
     scheduler = Scheduler(models, limits(settings))
     first = catalog.default
-    worker = Worker(scheduler, first.name if first is not None else None, models.close)
+    worker = Worker(scheduler, first.name if first is not None else None, models.close, peers=peers, on_fault=stop.set)
     draining = threading.Event()
     app = Api(services(settings, catalog, models, scheduler, draining.is_set))
     server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
-    stop = _stop_on_signals()
+    _stop_on_signals(stop)
     accepting = threading.Thread(target=server.serve_forever, name="http-accept")
     worker.start()
     accepting.start()
@@ -202,6 +237,8 @@ def serve(settings: Config, catalog: Catalog, models: Models) -> None:
         server.drain(_LAST_WORDS_S)
         server.close()
         accepting.join()
+    if worker.fault is not None:
+        raise EngineLost(f"can't go on: {worker.fault}") from worker.fault
 
 
 def services(
@@ -255,20 +292,18 @@ def _raise_descriptor_limit(n_connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def _stop_on_signals() -> threading.Event:
-    """Set by SIGINT and SIGTERM; a second one ends the process at once.
+def _stop_on_signals(stop: threading.Event) -> None:
+    """``stop`` is set by SIGINT and SIGTERM; a second one ends the process at once.
 
     By a thread that reads what the C handler writes: a signal that comes just before the main thread blocks on a lock
     does not wake it, and its Python handler would wait with it.
     """
-    stop = threading.Event()
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.fileno())
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     threading.Thread(target=_watch_signals, args=(ours, theirs, stop), name="signals", daemon=True).start()
-    return stop
 
 
 def _watch_signals(ours: socket.socket, _theirs: socket.socket, stop: threading.Event) -> None:

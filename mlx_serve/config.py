@@ -84,7 +84,7 @@ class Config:
     pipeline: bool = flag(
         _MODEL,
         False,
-        "pipeline instead of tensor parallelism on several ranks (of no effect on one; several are not served yet)",
+        "split models by layers (a pipeline) instead of each layer among several ranks; of no effect on one",
     )
 
     max_loaded_models: int = flag(_MEMORY, 4, "models in memory at a time", parse=int, low=1)
@@ -182,6 +182,9 @@ class Config:
     )
     queue_timeout: float = flag(_LIMITS, 600.0, "seconds that a request may wait for its turn", parse=float, low=0.1)
     request_timeout: float = flag(_LIMITS, 0.0, "seconds that a request may take in all; 0: any", parse=float, low=0)
+    rank_timeout: float = flag(
+        _LIMITS, 120.0, "seconds in which the ranks of mlx.launch must meet, or all end; 0: any", parse=float, low=0
+    )
     drain_timeout: float = flag(
         _LIMITS, 30.0, "seconds that running requests get to end after SIGTERM or Ctrl-C", parse=float, low=0
     )

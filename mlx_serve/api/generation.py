@@ -125,17 +125,23 @@ class Generation:
             self._scheduler.cancel(list(self._jobs.values()))
 
     def _deltas(self) -> Iterator[Delta]:
+        spoken_at = time.monotonic()
         while self._jobs:
             event, self._early = self._early or self._wait(BEAT_EVERY_S), None
-            if event is None:
+            # Tokens may come all the while and have no text yet: a marker, a tool call that is read at its end.
+            if event is None or time.monotonic() - spoken_at >= BEAT_EVERY_S:
+                spoken_at = time.monotonic()
                 yield Beat()
+            if event is None:
                 continue
             if isinstance(event, Failed):
                 raise event.error
             if event.index in self._jobs:
                 choice = self._choices[event.index]
                 self._follow(event)
-                yield from choice.take(event)
+                for delta in choice.take(event):
+                    spoken_at = time.monotonic()
+                    yield delta
                 if choice.finish is not None:
                     self.finishes.append(choice.finish)
                     self._trace.ended(choice.finish.reason)

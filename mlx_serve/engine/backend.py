@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias
 
-from mlx_serve.core import Event, Job
+from mlx_serve.core import Event, Failed, Job, PromptLogprobs, TokenEvent
 from mlx_serve.engine.memory import MemoryUse
+
+
+class EngineLost(Exception):
+    """Nothing can be generated any more, and this process can't mend it; the text is one line for the operator."""
 
 
 class Backend(Protocol):
@@ -77,5 +81,15 @@ class Models(Protocol):
     def memory(self) -> MemoryUse:
         """What it all takes now."""
 
+    def rest(self) -> None:
+        """Nothing is going on: give back what is held for the next step alone."""
+
     def unload(self, name: str) -> None:
         """Let a model's weights go."""
+
+
+def is_last(event: Event) -> bool:
+    """Whether nothing more comes of the event's job."""
+    if isinstance(event, TokenEvent):
+        return event.finish is not None
+    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)

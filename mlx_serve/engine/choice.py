@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.sample_utils import LogitsProcessor
+from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 from mlx_serve.engine.constraints import Constraint, Vocabulary
@@ -24,7 +25,8 @@ class Loaded:
     """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
 
     ``vocabulary`` is for grammars; None: they are not served. ``control_ids`` are the tokens that are no text: turns of
-    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back.
+    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back; ``merges``:
+    they can be batched. ``agree`` is there with several ranks: it makes of a sampler one that gives the same on all.
     """
 
     model: Any
@@ -37,6 +39,8 @@ class Loaded:
     control_ids: frozenset[int] = frozenset()
     kv_size: KvSize = NO_KV
     trimmable: bool = True
+    merges: bool = True
+    agree: Callable[[Sampler], Sampler] | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +55,11 @@ class Choice:
     n_output: int = 0
     # A processor raised: the job alone fails, not the batch that it is in.
     fault: ApiError | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the job's grammar has taken more time than it may."""
+        return self.constraint is not None and self.constraint.is_late
 
     def event(self, token: int, finish: Any, logprobs: mx.array) -> TokenEvent | Failed:
         """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
@@ -75,6 +84,8 @@ def make_choice(job: Job, loaded: Loaded) -> Choice:
     constraint = _constraint(sampling, loaded)
     rows = ModelRows() if sampling.top_logprobs is not None else None
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
+    if loaded.agree is not None:
+        sampler = loaded.agree(sampler)
     choice = Choice(job, sampler, [], constraint, rows)
     choice.processors = [_Guarded(processor, choice) for processor in make_processors(sampling, constraint, rows)]
     return choice
@@ -103,7 +114,8 @@ def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
     if sampling.grammar is not None:
         if loaded.vocabulary is None:
             raise ApiError(400, "This model does not serve grammars.")
-        return Constraint(sampling, loaded.eos_ids, loaded.vocabulary.matcher(sampling.grammar))
+        matcher = loaded.vocabulary.matcher(sampling.grammar)
+        return Constraint(sampling, loaded.eos_ids, matcher, judges_time=loaded.agree is None)
     return Constraint(sampling, loaded.eos_ids) if sampling.min_tokens or sampling.ignore_eos else None
 
 

@@ -133,17 +133,22 @@ class Constraint:
     """What one job's next token may be.
 
     ``fault``: why its grammar failed; the token at ``fault_at`` of the output, and all later ones, are not masked.
+    ``judges_time``: a grammar that takes too long fails by itself; else somebody asks ``is_late`` and calls
+    ``give_up``, for the clocks of several ranks do not agree.
 
         waiting --until--> begin --a token of the grammar--> inside
            ^                 | \\
            +---- detours ----+  +-- exits --> outside
     """
 
-    def __init__(self, sampling: Sampling, eos_ids: Collection[int], matcher: Any = None) -> None:
+    def __init__(
+        self, sampling: Sampling, eos_ids: Collection[int], matcher: Any = None, *, judges_time: bool = True
+    ) -> None:
         self._sampling = sampling
         self._gate = sampling.gate
         self._eos_ids = sorted(eos_ids)
         self._matcher = matcher
+        self._judges_time = judges_time
         self.fault = ""
         self.fault_at = 0
         self._spent_s = 0.0
@@ -154,6 +159,16 @@ class Constraint:
     def follows_tokens(self) -> bool:
         """Whether it has to be told each token; else their number is enough."""
         return self._matcher is not None and not self.fault
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the grammar has taken more time than it may, and has not failed yet."""
+        return not self.fault and self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self.taken)
+
+    def give_up(self) -> None:
+        """Fail the grammar for the time it takes."""
+        if not self.fault:
+            self._fail("it takes too long")
 
     def restart(self) -> None:
         """Forget all tokens: a draft was thrown away."""
@@ -213,8 +228,8 @@ class Constraint:
         started_at = time.perf_counter()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         self._spent_s += time.perf_counter() - started_at
-        if self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self.taken):
-            self._fail("it takes too long")
+        if self._judges_time and self.is_late:
+            self.give_up()
             return None
         if self._matcher.is_error():
             self._fail()

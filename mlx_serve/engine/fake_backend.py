@@ -272,6 +272,9 @@ class FakeModels:
         """None of note."""
         return MemoryUse()
 
+    def rest(self) -> None:
+        """Nothing is held."""
+
     def open(self, name: str) -> Opening:
         """In two slices."""
         yield

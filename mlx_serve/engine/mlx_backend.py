@@ -123,9 +123,20 @@ class BatchBackend:
         with self._generator.stats() as work:
             prompts, tokens = self._generator.next()
         self._budget.note(work.prompt_tokens, work.prompt_time)
+        self._budget.note_decoding(work.decode_time)
         for response in prompts:
             self._advance(response)
         return events + [self._event(response) for response in tokens]
+
+    def late(self) -> list[Job]:
+        """Jobs whose grammars have taken more time than they may."""
+        return [running.choice.job for running in self._running.values() if running.choice.is_late]
+
+    def give_up(self, jobs: Collection[Job]) -> None:
+        """Fail the grammars of these jobs."""
+        for running in self._running.values():
+            if running.choice.job in jobs and running.choice.constraint is not None:
+                running.choice.constraint.give_up()
 
     def shrink_cache(self, max_bytes: int) -> None:
         """Give up kept prefixes."""

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -19,48 +20,32 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
-from mlx_serve.core import ApiError
-from mlx_serve.engine.backend import Backend, Opening
+from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.kv_size import measure
+from mlx_serve.engine.load_errors import LOAD_ERRORS, LoadError, loading, too_large, unloadable
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
+from mlx_serve.engine.sharding import Sharding
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.engine.weights import files_bytes, held_bytes, read_weights
 
 log = logging.getLogger(__name__)
 
 # What mlx_lm.load fetches of a repository.
 _HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
-# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong. The
-# files are foreign input to code that expects sane numbers in them: a head count of 0 is a ZeroDivisionError.
-_LOAD_ERRORS = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
-    *(ArithmeticError, AssertionError, MemoryError),
-)
 _MAX_TOKENIZERS = 16
-# Weights are read in slices of about so many bytes, so that other models' streams go on between them.
-_SLICE_BYTES = 256 * 2**20
 # What MLX keeps of freed memory for the next arrays: of the reserve, so that the budget holds.
 _MLX_CACHE_BYTES = RESERVE_BYTES // 2
-
-
-class LoadError(Exception):
-    """A model that can't be loaded; the text is one line for the operator."""
-
-
-def n_ranks() -> int:
-    """How many processes mlx.launch started us in."""
-    return int(mx.distributed.init().size())
 
 
 def locate(name: str) -> Path:
@@ -96,6 +81,7 @@ class ModelStore:
         prompt_cache_bytes: int | None,
         budget: MemoryBudget | None = None,
         disk: DiskCache | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self._catalog = catalog
         self._tokenizer_config = dict(tokenizer_config)
@@ -108,6 +94,9 @@ class ModelStore:
         self._prompt_cache_bytes = prompt_cache_bytes
         self._budget = budget or MemoryBudget()
         self._disk = disk
+        self._sharding = sharding
+        # Models whose weights are read, with their draft models; then those that are ready.
+        self._fresh: dict[str, tuple[Any, Any]] = {}
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
         # By directory and chat template.
@@ -119,14 +108,14 @@ class ModelStore:
         try:
             return self._tokenizer(entry)[0]
         except LoadError as error:
-            raise _unloadable(entry, error) from error
+            raise unloadable(entry, error) from error
 
     def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
         """Compile a grammar for the model's tokens. What is wrong with it, or "". Any thread; raises ApiError."""
         try:
             return self._tokenizer(entry)[1].check(grammar)
         except LoadError as error:
-            raise _unloadable(entry, error) from error
+            raise unloadable(entry, error) from error
 
     def check(self, entry: ModelEntry) -> None:
         """Load a model's tokenizer, for the sake of the LoadError that this may raise."""
@@ -135,11 +124,12 @@ class ModelStore:
     # What the scheduler asks. Worker thread, but for kv_limit.
 
     def weights_bytes(self, name: str) -> int:
-        """Of a model in memory what it holds, of another one the size of its files. Raises ApiError 404."""
+        """Of this process: what a model in memory holds, of another one the size of its files. Raises ApiError 404."""
         if name not in self._weights:
             entry = self._catalog.find(name)
             paths = [entry.path, entry.adapter_path, self._draft_path if entry is self._catalog.default else None]
-            self._weights[name] = sum(_weights_size(path) for path in paths if path is not None)
+            in_files = sum(files_bytes(path) for path in paths if path is not None)
+            self._weights[name] = -(-in_files // self._n_ranks)
         return self._weights[name]
 
     def has_room(self, names: Collection[str]) -> bool:
@@ -152,77 +142,126 @@ class ModelStore:
 
     def open(self, name: str) -> Opening:
         """Load a model in slices, unless it still is in memory, and make a backend. Raises ApiError."""
+        self.check_room(name)
+        yield from self.read(name)
+        return self.finish(name)
+
+    def check_room(self, name: str) -> None:
+        """Raises ApiError when there is no such model, or none so large can be loaded."""
         entry = self._catalog.find(name)
-        if name not in self._loaded:
-            if not self.has_room([name]):
-                raise _too_large(entry, self.weights_bytes(name))
-            mx.set_cache_limit(_MLX_CACHE_BYTES)
-            maybe_set_recommended_wired_limit()
-            log.info("loading %s from %s", entry.name, entry.path)
-            try:
-                self._loaded[name] = yield from self._checked(entry)
-            except LoadError as error:
-                raise _unloadable(entry, error) from error
-            finally:
-                # Whatever was read of a model that failed half-way.
-                _collect()
+        if name not in self._loaded and not self.has_room([name]):
+            raise too_large(entry, self.weights_bytes(name))
+
+    def read(self, name: str) -> Generator[None, None, None]:
+        """Read the weights of a model that is not in memory, in slices, alone of all ranks. Raises ApiError."""
+        entry = self._catalog.find(name)
+        if name in self._loaded:
+            return
+        mx.set_cache_limit(_MLX_CACHE_BYTES)
+        maybe_set_recommended_wired_limit()
+        log.info("loading %s from %s", entry.name, entry.path)
+        with _loading(entry):
+            self._fresh[name] = yield from self._read(entry)
+
+    def finish(self, name: str) -> BatchBackend | SingleBackend:
+        """A backend for a model that was read. All ranks do this at once. Raises ApiError."""
+        entry = self._catalog.find(name)
+        if name in self._fresh:
+            with _loading(entry):
+                self._loaded[name] = self._ready(entry, *self._fresh.pop(name))
         return self._backend(self._loaded[name])
 
     def memory(self) -> MemoryUse:
         """MLX's own figures."""
         return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
+    def rest(self) -> None:
+        """Give back what MLX keeps of freed memory: the next step is not near."""
+        mx.clear_cache()
+
+    def prefix_cache(self, name: str) -> PrefixCache:
+        """The kept prefixes of a model in memory."""
+        return self._loaded[name].prefix_cache
+
     def unload(self, name: str) -> None:
         """Let a model go."""
         self._loaded.pop(name, None)
+        self._fresh.pop(name, None)
         _collect()
 
     def close(self) -> None:
         """Let all models go, and wait for what is still to be written of their prefixes."""
         self._loaded.clear()
+        self._fresh.clear()
         _collect()
         if self._disk is not None:
             self._disk.close()
 
-    def _backend(self, loaded: Loaded) -> Backend:
+    def _backend(self, loaded: Loaded) -> BatchBackend | SingleBackend:
         single = self._single.kv_bits is not None or loaded.draft_model is not None
-        if single or not all(hasattr(layer, "merge") for layer in make_prompt_cache(loaded.model)):
+        if single or not loaded.merges:
             return SingleBackend(loaded, self._single)
         return BatchBackend(loaded, self._batch)
 
-    def _checked(self, entry: ModelEntry) -> Generator[None, None, Loaded]:
-        try:
-            return (yield from self._read(entry))
-        except _LOAD_ERRORS as error:
-            raise LoadError(f"cannot load {entry.path}: {one_line(error)}") from error
-
-    def _read(self, entry: ModelEntry) -> Generator[None, None, Loaded]:
+    def _read(self, entry: ModelEntry) -> Generator[None, None, tuple[Any, Any]]:
+        self._tokenizer(entry)
         model, _ = load_model(entry.path, lazy=True, trust_remote_code=self._trust_remote_code)
         if entry.adapter_path is not None:
             model = load_adapters(model, str(entry.adapter_path))
             model.eval()
-        yield from _read_weights(model)
+        if self._sharding is not None:
+            self._sharding.apply(model, entry.path)
+        yield from read_weights(model)
         draft_model = self._read_draft(entry)
         if draft_model is not None:
-            yield from _read_weights(draft_model)
+            yield from read_weights(draft_model)
+        return model, draft_model
+
+    def _ready(self, entry: ModelEntry, model: Any, draft_model: Any) -> Loaded:
         tokenizer, vocabulary = self._tokenizer(entry)
-        trimmable = all(map(_always_trims, make_prompt_cache(model)))
-        yield
+        cache = make_prompt_cache(model)
+        trimmable, merges = self._agree_on(
+            entry, model, [all(map(_always_trims, cache)), all(hasattr(layer, "merge") for layer in cache)]
+        )
         return Loaded(
             model=model,
             vocab_size=entry.vocab_size or tokenizer.n_tokens,
             eos_ids=tokenizer.eos_ids,
             # As mlx_lm.server has it: XTC never drops a line end or the end of the text.
             kept_by_xtc=tuple(sorted({*tokenizer.encode("\n", special=False), *tokenizer.eos_ids})),
-            prefix_cache=PrefixCache(
-                self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
-            ),
+            prefix_cache=self._new_prefix_cache(entry, trimmable=trimmable),
             draft_model=draft_model,
             vocabulary=vocabulary,
             control_ids=frozenset(tokenizer.controls),
             kv_size=measure([model] if draft_model is None else [model, draft_model]),
             trimmable=trimmable,
+            merges=merges,
+            agree=self._sharding.ranks.agree if self._sharding is not None else None,
         )
+
+    @property
+    def _n_ranks(self) -> int:
+        return self._sharding.ranks.size if self._sharding is not None else 1
+
+    def _agree_on(self, entry: ModelEntry, model: Any, facts: list[bool]) -> list[bool]:
+        """What is true of a model on all ranks: with a pipeline each has other layers."""
+        if self._sharding is None:
+            return facts
+        try:
+            self._weights[entry.name], facts = self._sharding.agree_on(entry.path, held_bytes(model), facts)
+        except ValueError as error:
+            raise LoadError(f"cannot load {entry.name}: {error}") from error
+        return facts
+
+    def _new_prefix_cache(self, entry: ModelEntry, *, trimmable: bool) -> PrefixCache:
+        if self._sharding is None:
+            return PrefixCache(
+                self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
+            )
+        # Stages of a pipeline hold other kinds of layers, of which one may be cut back where another can't; and their
+        # bytes differ, so rank 0 alone counts them (distributed.py).
+        size = 0 if self._sharding.pipeline and not trimmable else self._prompt_cache_size
+        return PrefixCache(size, None, trimmable=trimmable)
 
     def _tier(self, entry: ModelEntry) -> DiskTier | None:
         if self._disk is None:
@@ -243,7 +282,7 @@ class ModelStore:
             )
         try:
             return load_model(self._draft_path, lazy=True, trust_remote_code=self._trust_remote_code)[0]
-        except _LOAD_ERRORS as error:
+        except LOAD_ERRORS as error:
             raise LoadError(f"cannot load the draft model {self._draft_path}: {one_line(error)}") from error
 
     def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
@@ -259,7 +298,7 @@ class ModelStore:
         try:
             settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
             wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
-        except _LOAD_ERRORS as error:
+        except LOAD_ERRORS as error:
             raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
         if self._use_default_chat_template and wrapper.chat_template is None:
             wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
@@ -285,24 +324,6 @@ def device_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 7 // 10
 
 
-def _weights_size(path: Path) -> int:
-    return sum(file.stat().st_size for file in [*path.glob("model*.safetensors"), *path.glob("adapters.safetensors")])
-
-
-def _read_weights(model: Any) -> Generator[None, None, None]:
-    """Evaluate a lazily loaded model's weights, a slice at a time."""
-    batch, n_bytes = [], 0
-    for _, weight in tree_flatten(model.parameters()):
-        batch.append(weight)
-        n_bytes += weight.nbytes
-        if n_bytes >= _SLICE_BYTES:
-            mx.eval(batch)
-            batch, n_bytes = [], 0
-            yield
-    mx.eval(batch)
-    yield
-
-
 def _always_trims(cache: Any) -> bool:
     # Others that can be trimmed at first cannot any more once their window is full.
     if isinstance(cache, CacheList):
@@ -310,21 +331,17 @@ def _always_trims(cache: Any) -> bool:
     return isinstance(cache, KVCache)
 
 
+@contextmanager
+def _loading(entry: ModelEntry) -> Iterator[None]:
+    try:
+        with loading(entry):
+            yield
+    finally:
+        # Whatever was read of a model that failed half-way.
+        _collect()
+
+
 def _collect() -> None:
     """Give the memory of what was let go back to the system."""
     gc.collect()
     mx.clear_cache()
-
-
-def _too_large(entry: ModelEntry, n_bytes: int) -> ApiError:
-    message = (
-        f"The model '{entry.name}' has {n_bytes} bytes of weights: more than this server may use (--memory-bytes)."
-    )
-    return ApiError(503, message, type="server_error", param="model", code="model_too_large")
-
-
-def _unloadable(entry: ModelEntry, error: LoadError) -> ApiError:
-    # The text names the operator's files: for the log, not for clients.
-    log.error("%s", error)
-    message = f"The model '{entry.name}' could not be loaded; the server's log says why."
-    return ApiError(500, message, type="server_error", param="model")

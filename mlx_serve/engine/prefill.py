@@ -15,14 +15,22 @@ class PrefillBudget:
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
         self._tokens_per_s: float | None = None
+        self._decode_s = 0.0
 
     def tokens(self, gap_s: float) -> int:
-        """How many tokens take about ``gap_s`` seconds."""
+        """How many tokens take about ``gap_s`` seconds, or as long as decoding takes in a step, if that is more.
+
+        Where decoding is slower than the gap, a prompt would otherwise get next to nothing of the machine.
+        """
         if self._tokens_per_s is None:
             return min(_FIRST_TOKENS, self._step_size)
         # Whole multiples, so that the same shapes come again.
-        n = int(self._tokens_per_s * gap_s) // _LEAST_TOKENS * _LEAST_TOKENS
+        n = int(self._tokens_per_s * max(gap_s, self._decode_s)) // _LEAST_TOKENS * _LEAST_TOKENS
         return min(max(n, _LEAST_TOKENS), self._step_size)
+
+    def note_decoding(self, seconds: float) -> None:
+        """A step decoded for so long; 0: nothing was decoding."""
+        self._decode_s = self._decode_s + _WEIGHT * (seconds - self._decode_s) if seconds else 0.0
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """A step took ``n_tokens`` in ``seconds``. Small ones tell more about the overhead than about the speed."""

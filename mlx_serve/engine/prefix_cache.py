@@ -120,6 +120,12 @@ class PrefixCache:
             self._drop(self._entries[0])
             self.n_evicted += 1
 
+    def keep(self, n_sequences: int) -> None:
+        """Give up the least recently used ones until no more than ``n_sequences`` are held."""
+        while len(self._entries) > n_sequences:
+            self._drop(self._entries[0])
+            self.n_evicted += 1
+
     def _best(self, ids: Ids) -> tuple[_Entry | None, int]:
         most = len(ids) - 1
         best, best_n = None, MIN_TOKENS - 1

@@ -19,8 +19,8 @@ from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.core import ApiError, EngineStats, Event, Failed, Job, ModelStats, PromptLogprobs, TokenEvent
-from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.core import ApiError, EngineStats, Event, Failed, Job, ModelStats
+from mlx_serve.engine.backend import Backend, Models, Opening, is_last
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.waiting import Waiting
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 # Told to a refused client: about as long as a short answer takes, so that its retry finds room.
 RETRY_AFTER_S = 2
 # A step can't be interrupted, and a place is to be free within a second of its client's hanging up.
-IDLE_GAP_S = 0.7
+IDLE_GAP_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Scheduler:
         for name, slot in active:
             self._stepping = name
             for job, event in slot.backend.step(gap_s):
-                if _is_last(event):
+                if is_last(event):
                     slot.running.pop(job, None)
                 job.events.put(event)
             self._stepping = None
@@ -191,10 +191,15 @@ class Scheduler:
         self._memory = self._models.memory()
         return bool(active) or self._opening is not None
 
-    def wait(self) -> None:
-        """Block until there is something to do."""
+    def wait(self, at_most_s: float | None = None) -> None:
+        """Block until there is something to do, or for ``at_most_s`` seconds."""
+        self._models.rest()
+        self._memory = self._models.memory()
+        timeouts = [timeout_s for timeout_s in (at_most_s, self._next_expiry_s()) if timeout_s is not None]
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._cancelled or self._stopped, self._next_expiry_s())
+            self._changed.wait_for(
+                lambda: self._waiting or self._cancelled or self._stopped, min(timeouts, default=None)
+            )
 
     def load(self, name: str) -> None:
         """Load a model now, with nothing else going on. Raises ApiError."""
@@ -469,12 +474,6 @@ class Scheduler:
     def _fail(jobs: Collection[Job], error: ApiError) -> None:
         for job in jobs:
             job.events.put(Failed(job.index, error))
-
-
-def _is_last(event: Event) -> bool:
-    if isinstance(event, TokenEvent):
-        return event.finish is not None
-    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)
 
 
 def _queue_full(max_queue: int, n_jobs: int) -> ApiError:

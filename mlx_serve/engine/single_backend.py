@@ -108,6 +108,16 @@ class SingleBackend:
             return events
         return [*events, self._decode(running)]
 
+    def late(self) -> list[Job]:
+        """The job, if its grammar has taken more time than it may."""
+        return [self._running.choice.job] if self._running is not None and self._running.choice.is_late else []
+
+    def give_up(self, jobs: Collection[Job]) -> None:
+        """Fail the grammar of the job, if it is one of these."""
+        if self._running is not None and self._running.choice.job in jobs:
+            assert self._running.choice.constraint is not None
+            self._running.choice.constraint.give_up()
+
     def shrink_cache(self, max_bytes: int) -> None:
         """Give up kept prefixes."""
         self._loaded.prefix_cache.shrink(max_bytes)

@@ -9,9 +9,10 @@ from tinymodel import CONFIG, EOS, write_model
 
 from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
 from mlx_serve.engine.catalog import Catalog, read_entry
+from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.models import LoadError, ModelStore, locate
+from mlx_serve.engine.models import ModelStore, locate
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker

@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm import tokenizer_utils
-from mlx_lm.models import gemma3_text, lfm2, llama
+from mlx_lm.models import gemma3_text, lfm2, llama, qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -40,6 +40,16 @@ def tiny_llama(seed: int = 0, **config):
     """Random weights, large enough that greedy decoding wanders instead of repeating one token."""
     mx.random.seed(seed)
     model = llama.Model(llama.ModelArgs.from_dict(CONFIG | config))
+    scaled = [(name, value * 4 if "proj" in name else value) for name, value in tree_flatten(model.parameters())]
+    model.load_weights(scaled)
+    mx.eval(model.parameters())
+    return model
+
+
+def tiny_qwen2(seed: int = 0):
+    """A model that mlx-lm can split both ways."""
+    mx.random.seed(seed)
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG | {"model_type": "qwen2"}))
     scaled = [(name, value * 4 if "proj" in name else value) for name, value in tree_flatten(model.parameters())]
     model.load_weights(scaled)
     mx.eval(model.parameters())
@@ -128,11 +138,11 @@ def mlx_tokenizer(
     return MlxTokenizer(tokenizer_utils.TokenizerWrapper(wrapped, **markers, **kwargs))
 
 
-def write_model(path: Path, seed: int = 0, **config) -> Path:
+def write_model(path: Path, seed: int = 0, *, make=tiny_llama, **config) -> Path:
     """A model directory."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG | config))
-    weights = dict(tree_flatten(tiny_llama(seed).parameters()))
+    weights = dict(tree_flatten(make(seed).parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     byte_tokenizer().save(str(path / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}

@@ -46,6 +46,8 @@ MAY_IMPORT_MLX = {
     "engine/models.py",
     "bench/offline.py",
     "probe.py",
+    "engine/ranks.py",
+    "engine/weights.py",
     "demo.py",
     "gguf.py",
 }

@@ -1,0 +1,183 @@
+"""One server in several processes: rank 0 decides and says what it does, the others do the same to their parts.
+
+    rank 0   scheduler -> Leader, LedBackend --post--> the same call on its own part
+    others                                   receive --> Follower --> the same call on its own part
+
+A model's computations meet in MLX's collectives, so all ranks must run the same ones in the same order. What depends on
+time or on a rank's own memory (how many tokens to prefill, which grammar took too long, how many prefixes to keep) is
+decided on rank 0 and said; all else follows alike from what was said. This module has what both sides share; leader.py
+and follower.py are the sides. Knows no MLX; worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import asdict
+from queue import SimpleQueue
+from threading import Event as Flag
+from typing import Any, Protocol
+
+from mlx_serve.core import ApiError, Event, Gate, Job, Prompt, Sampling
+from mlx_serve.engine.backend import Backend, EngineLost
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.memory import MemoryUse
+
+# What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
+# and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
+ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+_READING, _READ, _FAILED = range(3)
+
+
+class Messages(Protocol):
+    """What is asked of ``ranks.Ranks``."""
+
+    rank: int
+    lost: bool
+    leaving: Flag
+
+    def post(self, message: Sequence[Any]) -> bool:
+        """Send to all others. True: one of them was told to end."""
+
+    def receive(self) -> list[Any]:
+        """The next message of rank 0."""
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's values."""
+
+    def stream(self) -> Any:
+        """A context in which models run."""
+
+
+class PartBackend(Backend, Protocol):
+    """A backend whose step depends on what it is told alone."""
+
+    def prefill_tokens(self, gap_s: float) -> int:
+        """How many prompt tokens a step may take."""
+
+    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
+        """A step with up to ``n_tokens`` prompt tokens."""
+
+    def late(self) -> list[Job]:
+        """Jobs whose grammars have taken more time than they may."""
+
+    def give_up(self, jobs: Collection[Job]) -> None:
+        """Fail the grammars of these jobs."""
+
+
+class Kept(Protocol):
+    """Kept prefixes."""
+
+    def __len__(self) -> int: ...
+
+    def keep(self, n_sequences: int) -> None:
+        """Give up the least recently used ones until no more than ``n_sequences`` are held."""
+
+
+class Store(Protocol):
+    """What is asked of ``models.ModelStore``."""
+
+    def tokenizer(self, entry: ModelEntry) -> Any:
+        """The model's tokenizer."""
+
+    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
+        """What is wrong with a grammar, or ""."""
+
+    def weights_bytes(self, name: str) -> int:
+        """What a model's weights hold of this process's memory."""
+
+    def has_room(self, names: Collection[str]) -> bool:
+        """Whether these models may be in memory together."""
+
+    def kv_limit(self, names: Collection[str]) -> int | None:
+        """Bytes for KV caches while these models are in memory."""
+
+    def check_room(self, name: str) -> None:
+        """Raises ApiError when a model can't be loaded here."""
+
+    def read(self, name: str) -> Generator[None, None, None]:
+        """Read a model's weights in slices."""
+
+    def finish(self, name: str) -> PartBackend:
+        """A backend for a model that was read; all ranks at once."""
+
+    def prefix_cache(self, name: str) -> Kept:
+        """The kept prefixes of a model in memory."""
+
+    def memory(self) -> MemoryUse:
+        """What it all takes now on this rank."""
+
+    def rest(self) -> None:
+        """Nothing is going on: give back what MLX keeps of freed memory."""
+
+    def unload(self, name: str) -> None:
+        """Let a model go."""
+
+    def close(self) -> None:
+        """Let all models go."""
+
+
+class JointOpening:
+    """A model that all ranks load, each at its own pace; what they compute together begins when all have read it."""
+
+    def __init__(self, store: Store, ranks: Messages, name: str) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._name = name
+        self._slices = store.read(name)
+        self._state = _READING
+        self._error: ApiError | None = None
+
+    def go_on(self) -> PartBackend | None:
+        """A slice further on every rank. The backend when all are done; raises ApiError, on all, when one failed."""
+        with self._ranks.stream():
+            self._read()
+            states = [state for (state,) in self._ranks.gather([self._state])]
+            if _FAILED in states:
+                self._store.unload(self._name)
+                raise self._error or _failed_elsewhere(self._name, states.index(_FAILED))
+            if _READING in states:
+                return None
+            return self._store.finish(self._name)
+
+    def _read(self) -> None:
+        if self._state != _READING:
+            return
+        try:
+            next(self._slices)
+        except StopIteration:
+            self._state = _READ
+        except ApiError as error:
+            self._state, self._error = _FAILED, error
+
+
+def _failed_elsewhere(name: str, rank: int) -> ApiError:
+    message = f"The model '{name}' could not be loaded; the server's log says why."
+    error = ApiError(500, message, type="server_error", param="model")
+    error.__cause__ = EngineLost(f"cannot load {name}: rank {rank} says why in its log")
+    return error
+
+
+def job_data(job: Job) -> dict[str, Any]:
+    """What another rank has to know of a job, as JSON takes it."""
+    return {
+        "model": job.model,
+        "tokens": job.prompt.tokens,
+        "sampling": asdict(job.sampling),
+        "index": job.index,
+    }
+
+
+def job_of(data: dict[str, Any]) -> Job:
+    """The job on another rank."""
+    sampling = _frozen(data["sampling"])
+    sampling["gate"] = Gate(**_frozen(sampling["gate"]))
+    return Job(data["model"], Prompt(tuple(data["tokens"])), Sampling(**sampling), data["index"], SimpleQueue())
+
+
+def _frozen(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists where the fields hold tuples."""
+    return {name: _tuples(value) for name, value in fields.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,0 +1,119 @@
+"""The other ranks: they do to their part what rank 0 says that it does (distributed.py)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mlx_serve.core import ApiError, Event, Job
+from mlx_serve.engine.backend import EngineLost, is_last
+from mlx_serve.engine.distributed import ALIKE, JointOpening, Messages, PartBackend, Store, job_of
+
+log = logging.getLogger(__name__)
+
+
+class Follower:
+    """Does on another rank what rank 0 does."""
+
+    def __init__(self, store: Store, ranks: Messages) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._opening: JointOpening | None = None
+        self._parts: dict[str, _Part] = {}
+        self._actions: dict[str, Callable[..., None]] = {
+            "rest": time.sleep,
+            "open": self._open,
+            "read": self._go_on,
+            "unload": store.unload,
+            "insert": lambda name, *arguments: self._parts[name].insert(*arguments),
+            "remove": lambda name, *arguments: self._parts[name].remove(*arguments),
+            "step": lambda name, *arguments: self._parts[name].step(*arguments),
+            "keep": lambda name, n: self._store.prefix_cache(name).keep(n),
+            "failed": self._fail,
+            "close": lambda name: self._parts.pop(name).backend.close(),
+        }
+
+    def run(self) -> None:
+        """Follow until rank 0 says that it ends. Raises EngineLost."""
+        while (message := self._ranks.receive())[0] != "stop":
+            kind, *arguments = message
+            self._actions[kind](*arguments)
+        for part in self._parts.values():
+            part.backend.close()
+        self._parts.clear()
+        self._store.close()
+
+    def _fail(self, name: str) -> None:
+        # The scheduler opens a new one.
+        del self._parts[name]
+        self._store.prefix_cache(name).keep(0)
+
+    def _open(self, name: str) -> None:
+        self._opening = JointOpening(self._store, self._ranks, name)
+        self._go_on(name)
+
+    def _go_on(self, name: str) -> None:
+        assert self._opening is not None
+        try:
+            backend = self._opening.go_on()
+        except ApiError as error:
+            # As on rank 0, whose scheduler tells the clients.
+            log.warning("%s", error.message)
+            self._opening = None
+            return
+        if backend is not None:
+            self._parts[name], self._opening = _Part(backend), None
+
+
+class _Part:
+    """A backend on another rank than 0, and its jobs by their numbers. Nobody reads their events."""
+
+    def __init__(self, backend: PartBackend) -> None:
+        self.backend = backend
+        self._jobs: dict[int, Job] = {}
+        self._numbers: dict[Job, int] = {}
+        self._failed = False
+
+    def insert(self, number: int, data: dict[str, Any]) -> None:
+        job = job_of(data)
+        try:
+            self.backend.insert(job)
+        except (ApiError, *ALIKE):
+            # As on rank 0, which tells the client.
+            return
+        self._jobs[number] = job
+        self._numbers[job] = number
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        jobs = [self._jobs[number] for number in numbers]
+        with self._failing_alike():
+            self.backend.remove(jobs)
+        for job in jobs:
+            self._forget(job)
+
+    def step(self, n_tokens: int, late: Sequence[int]) -> None:
+        jobs = [self._jobs[number] for number in late]
+        events: Sequence[tuple[Job, Event]] = []
+        with self._failing_alike():
+            self.backend.give_up(jobs)
+            events = self.backend.step_tokens(n_tokens)
+        for job, event in events:
+            if is_last(event):
+                self._forget(job)
+
+    @contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """A failure is rank 0's too, which says so next; if it does not, the ranks are out of step."""
+        if self._failed:
+            raise EngineLost("a step failed here, but not on rank 0")
+        try:
+            yield
+        except ALIKE:
+            log.exception("a generation step failed")
+            self._failed = True
+
+    def _forget(self, job: Job) -> None:
+        del self._jobs[self._numbers.pop(job)]

@@ -1,0 +1,186 @@
+"""Rank 0 of several: what the scheduler opens models with and steps, saying first what it does (distributed.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mlx_serve.core import Event, Job
+from mlx_serve.engine.backend import Opening, is_last
+from mlx_serve.engine.distributed import ALIKE, JointOpening, Kept, Messages, PartBackend, Store, job_data
+
+# How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request
+# that comes meanwhile waits for the others to wake up, the longer the longer the pause has been.
+FIRST_REST_S = 0.005
+LONGEST_REST_S = 0.1
+
+
+class Leader:
+    """The scheduler's models on rank 0. ``on_leave`` is called when another rank was told to end.
+
+    ``cache_bytes``: what the kept prefixes of one model may hold. None: what the memory leaves.
+    """
+
+    def __init__(
+        self, store: Store, ranks: Messages, on_leave: Callable[[], None], cache_bytes: int | None = None
+    ) -> None:
+        self._store = store
+        self._ranks = ranks
+        self._on_leave = on_leave
+        self.cache_bytes = cache_bytes
+        self._rest_s = FIRST_REST_S
+        # Any thread; of this rank alone.
+        self.tokenizer = store.tokenizer
+        self.check_grammar = store.check_grammar
+        self.weights_bytes = store.weights_bytes
+        self.has_room = store.has_room
+        self.kv_limit = store.kv_limit
+        self.memory = store.memory
+        self.rest = store.rest
+
+    def open(self, name: str) -> Opening:
+        """Load a model on all ranks. Raises ApiError when one of them can't."""
+        self._store.check_room(name)
+        self.post("open", name)
+        opening = JointOpening(self._store, self._ranks, name)
+        while (backend := opening.go_on()) is None:
+            yield
+            self.post("read", name)
+        return LedBackend(self, name, backend, self._store.prefix_cache(name))
+
+    def unload(self, name: str) -> None:
+        """Let a model go on all ranks."""
+        self.post("unload", name)
+        self._store.unload(name)
+
+    def beat(self) -> float:
+        """Tell the others that there is nothing to do, and so see that they are there. Seconds until the next time."""
+        rest_s = self._rest_s
+        self.post("rest", rest_s)
+        self._rest_s = min(2 * rest_s, LONGEST_REST_S)
+        return rest_s
+
+    def survives(self, error: Exception) -> bool:
+        """Whether all ranks failed alike, so that they can go on."""
+        return isinstance(error, ALIKE) and not self.lost
+
+    def lose(self) -> None:
+        """Say nothing any more: a rank is gone, or did what another one did not."""
+        self._ranks.lost = True
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self._ranks.lost
+
+    def close(self) -> None:
+        """Let all models go, and end the others."""
+        if not self.lost:
+            self.post("stop")
+        self._store.close()
+
+    def post(self, kind: str, *arguments: Any) -> None:
+        """Say what is done next. Raises EngineLost."""
+        self._rest_s = FIRST_REST_S
+        if self._ranks.post([kind, *arguments]):
+            self._on_leave()
+
+
+class LedBackend:
+    """A backend of rank 0 that says what it does. Jobs are called by numbers."""
+
+    def __init__(self, leader: Leader, name: str, part: PartBackend, kept: Kept) -> None:
+        self.capacity = part.capacity
+        self._leader = leader
+        self._name = name
+        self._part = part
+        self._kept = kept
+        self._numbers: dict[Job, int] = {}
+        self._n_jobs = 0
+
+    @property
+    def n_decoding(self) -> int:
+        """Jobs whose prompts are done."""
+        return self._part.n_decoding
+
+    @property
+    def cache_bytes(self) -> int:
+        """What kept prefixes hold on this rank."""
+        return self._part.cache_bytes
+
+    @property
+    def n_cached(self) -> int:
+        """How many prefixes are kept."""
+        return self._part.n_cached
+
+    @property
+    def n_evicted(self) -> int:
+        """How many were given up."""
+        return self._part.n_evicted
+
+    def kv_bytes(self, jobs: Collection[Job]) -> int:
+        """What KV caches can come to on this rank: it has the most layers of a pipeline."""
+        return self._part.kv_bytes(jobs)
+
+    def insert(self, job: Job) -> None:
+        """Take a job in. Raises ApiError 400, as on all ranks."""
+        self._n_jobs += 1
+        self._leader.post("insert", self._name, self._n_jobs, job_data(job))
+        self._part.insert(job)
+        self._numbers[job] = self._n_jobs
+
+    def remove(self, jobs: Collection[Job]) -> None:
+        """Forget jobs."""
+        self._leader.post("remove", self._name, self._numbers_of(jobs))
+        with self._failing_alike():
+            self._part.remove(jobs)
+        for job in jobs:
+            self._numbers.pop(job, None)
+        self._bound_cache()
+
+    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
+        """A step on all ranks."""
+        n_tokens, late = self._part.prefill_tokens(gap_s), self._part.late()
+        self._leader.post("step", self._name, n_tokens, self._numbers_of(late))
+        with self._failing_alike():
+            self._part.give_up(late)
+            events = self._part.step_tokens(n_tokens)
+        for job, event in events:
+            if is_last(event):
+                self._numbers.pop(job, None)
+        self._bound_cache()
+        return events
+
+    def shrink_cache(self, max_bytes: int) -> None:
+        """Give up prefixes; the others then keep as many, for their bytes differ."""
+        n_before = len(self._kept)
+        self._part.shrink_cache(max_bytes)
+        if len(self._kept) < n_before:
+            self._leader.post("keep", self._name, len(self._kept))
+
+    def close(self) -> None:
+        """Close the backends of all ranks."""
+        if self._leader.lost:
+            # What is under way in MLX never ends.
+            return
+        self._leader.post("close", self._name)
+        self._part.close()
+
+    @contextmanager
+    def _failing_alike(self) -> Iterator[None]:
+        """A failure ends this backend on all ranks; the scheduler opens a new one."""
+        try:
+            yield
+        except ALIKE:
+            self._kept.keep(0)
+            self._leader.post("failed", self._name)
+            raise
+
+    def _bound_cache(self) -> None:
+        max_bytes = self._leader.cache_bytes
+        if max_bytes is not None and self.cache_bytes > max_bytes:
+            self.shrink_cache(max_bytes)
+
+    def _numbers_of(self, jobs: Collection[Job]) -> list[int]:
+        return [self._numbers[job] for job in jobs if job in self._numbers]
