@@ -180,7 +180,7 @@ def _disk_cache(settings: Config) -> DiskCache | None:
 
 def _budget(settings: Config, device_bytes: int) -> MemoryBudget:
     if settings.memory_bytes is not None:
-        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models)
+        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies=2)
     # Nobody chose this total: it must not refuse a model or a request that might go well.
     least = device_bytes // 8
     return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, least_kv_bytes=least)

@@ -79,8 +79,9 @@ def _matches(route: str, path: str) -> bool:
     if is_open:
         middle = plain[len(start) : len(plain) - len(end)]
         return plain == start + middle + end and middle != "" and "/" not in middle
-    takes_name = route.endswith("/") and route != "/"
-    return plain.startswith(route) and len(plain) > len(route) if takes_name else plain == route
+    if route == "/":
+        return path == "/"
+    return plain.startswith(route) and len(plain) > len(route) if route.endswith("/") else plain == route
 
 
 def chat_completions(services: Services, request: RawRequest) -> Response:

@@ -64,7 +64,12 @@ Opening: TypeAlias = Generator[None, None, Backend]
 
 
 class Models(Protocol):
-    """What opens and unloads models, and knows what there is room for."""
+    """What opens and unloads models, and knows what there is room for.
+
+    ``kv_copies``: how many times the KV caches that run are counted.
+    """
+
+    kv_copies: int
 
     def weights_bytes(self, name: str) -> int:
         """What a model's weights will hold of memory. Raises ApiError when there is no such model."""

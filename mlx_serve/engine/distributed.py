@@ -76,6 +76,8 @@ class Kept(Protocol):
 class Store(Protocol):
     """What is asked of ``models.ModelStore``."""
 
+    kv_copies: int
+
     def tokenizer(self, entry: ModelEntry) -> Any:
         """The model's tokenizer."""
 

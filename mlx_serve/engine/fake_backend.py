@@ -42,7 +42,8 @@ def echo(job: Job) -> Sequence[int]:
 class FakeBackend:
     """Runs up to ``capacity`` jobs, a token of each at every step. ``on_step`` runs before each step and may raise.
 
-    One of ``end_ids`` ends an answer. A KV cache has ``token_bytes`` bytes for each token.
+    One of ``end_ids`` ends an answer. A KV cache has ``token_bytes`` bytes for each token;
+    ``cached_tokens`` of each prompt are said to be cached.
     """
 
     cache_bytes = 0
@@ -54,6 +55,7 @@ class FakeBackend:
         *,
         capacity: int = 32,
         token_bytes: int = 0,
+        cached_tokens: int = 0,
         answer: Answer = echo,
         on_step: Callable[[Collection[Job]], None] | None = None,
         end_ids: Collection[int] = (EOS,),
@@ -61,6 +63,7 @@ class FakeBackend:
     ) -> None:
         self.capacity = capacity
         self._token_bytes = token_bytes
+        self._cached_tokens = cached_tokens
         self._end_ids = frozenset(end_ids)
         self._vocab_size = vocab_size
         self._answer = answer
@@ -104,7 +107,7 @@ class FakeBackend:
         self._jobs.clear()
 
     def _begin(self, job: Job) -> list[tuple[Job, Event]]:
-        events: list[tuple[Job, Event]] = [(job, Started(job.index, 0))]
+        events: list[tuple[Job, Event]] = [(job, Started(job.index, self._cached_tokens))]
         k = job.sampling.prompt_logprobs
         if k is not None:
             scores = tuple((-0.5, _logprobs(token, k)[1]) for token in job.prompt.tokens[1:])
@@ -251,6 +254,7 @@ class FakeModels:
         self._tokenizer = tokenizer or FakeTokenizer()
         self._max_loaded = max_loaded
         self._kv_limit = kv_limit
+        self.kv_copies = 1
 
     def tokenizer(self, entry: ModelEntry) -> FakeTokenizer:
         """The same for every model."""

@@ -28,6 +28,9 @@ class MemoryBudget:
     total_bytes: int | None = None
     kv_bytes: int | None = None
     max_models: int = 4
+    # mlx-lm copies a batch's caches when a sequence joins or leaves, all layers at once: for that moment they are
+    # there twice. 2 keeps the total even then.
+    kv_copies: int = 1
     least_kv_bytes: int = 0
 
     def kv_limit(self, weights: Collection[int]) -> int | None:

@@ -93,6 +93,7 @@ class ModelStore:
         self._prompt_cache_size = prompt_cache_size
         self._prompt_cache_bytes = prompt_cache_bytes
         self._budget = budget or MemoryBudget()
+        self.kv_copies = self._budget.kv_copies
         self._disk = disk
         self._sharding = sharding
         # Models whose weights are read, with their draft models; then those that are ready.

@@ -404,8 +404,8 @@ class Scheduler:
         """Whether the job's KV cache fits beside those that run; kept prefixes yield. Raises ApiError 400: never."""
         self._check_alone(job, slot)
         while (limit := self._models.kv_limit(list(self._slots))) is not None:
-            wanted = self._running_bytes() + slot.backend.kv_bytes([*slot.running, job])
-            wanted -= slot.backend.kv_bytes(slot.running)
+            wanted = self._running_bytes() + self._kv_bytes(slot, [*slot.running, job])
+            wanted -= self._kv_bytes(slot, slot.running)
             if wanted <= limit:
                 self._shrink_caches(limit - wanted)
                 return True
@@ -419,12 +419,15 @@ class Scheduler:
     def _check_alone(self, job: Job, slot: _Slot) -> None:
         # With no other model in memory: those can go.
         limit = self._models.kv_limit([job.model])
-        if limit is not None and (alone := slot.backend.kv_bytes([job])) > limit:
+        if limit is not None and (alone := self._kv_bytes(slot, [job])) > limit:
             raise _never_fits(job, alone, limit)
 
     def _running_bytes(self) -> int:
         """What the KV caches of all that runs can come to."""
-        return sum(slot.backend.kv_bytes(slot.running) for slot in self._slots.values() if slot.running)
+        return sum(self._kv_bytes(slot, slot.running) for slot in self._slots.values() if slot.running)
+
+    def _kv_bytes(self, slot: _Slot, jobs: Collection[Job]) -> int:
+        return slot.backend.kv_bytes(jobs) * self._models.kv_copies
 
     def _cached_bytes(self) -> int:
         return sum(slot.backend.cache_bytes for slot in self._slots.values())

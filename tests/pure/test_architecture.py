@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "core": set(),
     "cli": NAMES,
     "__main__": {"cli"},
-    "http_options": SHARED | {"config", "wire"},
+    # It opens the page's paths to those without a key.
+    "http_options": SHARED | {"config", "wire", "api"},
     "demo": {"gguf"},
     "probe": {"blas"},
     "config_file": {"core", "flags"},

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer
 from tests.sockets import apikit
 
 pytest.importorskip("openai", reason="openai is not installed")
@@ -163,11 +163,9 @@ def scripted(
     """A running server with a script that is still empty."""
     tokenizer = FakeTokenizer(render=render_turns)
     script = Scripted(tokenizer)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apikit, "FakeModels", partial(FakeModels, tokenizer=tokenizer))
-        backend = partial(FakeBackend, answer=script.answer, on_step=on_step)
-        kept = ResponseStore() if store is None else store
-        catalog = Catalog(replace(apikit.ENTRY, context_tokens=context_tokens), list(names))
-        with apikit.serving(lambda _: backend(), catalog=catalog, responses=kept, **services) as server:
-            script.server = server
-            yield script
+    backend = partial(FakeBackend, answer=script.answer, on_step=on_step)
+    services |= {"responses": ResponseStore() if store is None else store, "tokenizer": tokenizer}
+    catalog = Catalog(replace(apikit.ENTRY, context_tokens=context_tokens), list(names))
+    with apikit.serving(lambda _: backend(), catalog=catalog, **services) as server:
+        script.server = server
+        yield script

@@ -89,12 +89,7 @@ def test_a_stop_sequence_is_named_and_not_in_the_text(server):
 
 
 def test_tokens_from_the_cache_are_counted_apart():
-    class Caching(FakeBackend):
-        def insert(self, job) -> int:
-            super().insert(job)
-            return 4
-
-    with serving(lambda _: Caching()) as server:
+    with serving(lambda _: FakeBackend(cached_tokens=4)) as server:
         want = {"input_tokens": len(ANSWER) - 4, "cache_read_input_tokens": 4, "cache_creation_input_tokens": 0}
         assert whole(server)["usage"].items() >= want.items()
         events = stream(server)
