@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "core": set(),
     "cli": NAMES,
     "__main__": {"cli"},
+    "ranked": SHARED | {"config", "engine", "__version__"},
     # It opens the page's paths to those without a key.
     "http_options": SHARED | {"config", "wire", "api"},
     "demo": {"gguf"},

@@ -13,6 +13,7 @@ from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
 from mlx_serve.engine.follower import Follower
 from mlx_serve.engine.leader import FIRST_REST_S, Leader
+from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.worker import Worker
 
@@ -123,6 +124,13 @@ class FakeStore:
         self.finished = Semaphore(0)
 
     tokenizer = check_grammar = None
+    kv_copies = 1
+
+    def memory(self):
+        return MemoryUse()
+
+    def rest(self):
+        pass
 
     def weights_bytes(self, name):
         return 0
