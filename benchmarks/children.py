@@ -15,14 +15,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
+OURS, THEIRS = "mlx-serve", "mlx_lm.server"
 
 _PRELOAD = "from mlx_serve.blas import preload_openblas; preload_openblas(); "
 _START_TIMEOUT_S = 300.0
@@ -46,22 +48,27 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One streamed answer. ``ttft_s``: from sending the request to the first text."""
+    """One streamed answer.
+
+    ``ttft_s``: from sending the request to the first text; ``arrivals_s``: when each text came (perf_counter).
+    """
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     finish: str
     ttft_s: float
+    text: str
+    arrivals_s: tuple[float, ...]
 
 
-def our_command(model: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "mlx_serve", "--model", str(model), "--port", str(port)]
+def our_command(model: Path, port: int, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_serve", "--model", str(model), "--port", str(port), *flags]
 
 
-def their_command(model: Path, port: int) -> list[str]:
+def their_command(model: Path, port: int, *flags: str) -> list[str]:
     code = _PRELOAD + "from mlx_lm.server import main; main()"
-    return [sys.executable, "-c", code, "--model", str(model), "--port", str(port)]
+    return [sys.executable, "-c", code, "--model", str(model), "--port", str(port), *flags]
 
 
 def demo_model() -> Path:
@@ -111,6 +118,15 @@ def running(name: str, command: Sequence[str], model: Path, port: int) -> Iterat
             end(process)
 
 
+def both(stack: ExitStack, model: Path, *flags: str) -> dict[str, Server]:
+    """This server, with ``flags``, and mlx_lm.server, until the stack is closed."""
+    servers = {}
+    for name, command, more in ((OURS, our_command, flags), (THEIRS, their_command, ())):
+        port = free_port()
+        servers[name] = stack.enter_context(running(name, command(model, port, *more), model, port))
+    return servers
+
+
 def wait_healthy(server: Server) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while not healthy(server.port):
@@ -138,8 +154,14 @@ def connect(port: int) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(HOST, port, timeout=600)
 
 
-def ask(connection: http.client.HTTPConnection, model: str, messages: list[dict[str, str]], max_tokens: int) -> Answer:
-    """Send one chat request and read its stream to the end."""
+def ask(
+    connection: http.client.HTTPConnection,
+    model: str,
+    messages: list[dict[str, str]],
+    max_tokens: int,
+    heard: Callable[[], None] = lambda: None,
+) -> Answer:
+    """Send one chat request and read its stream to the end; ``heard`` is called at each text."""
     body = {
         "model": model,
         "messages": messages,
@@ -153,22 +175,49 @@ def ask(connection: http.client.HTTPConnection, model: str, messages: list[dict[
     response = connection.getresponse()
     if response.status != 200:
         raise BenchmarkError(f"HTTP {response.status}: {response.read()[:500]!r}")
-    return _read(response, start)
+    return _read(response, start, heard)
 
 
-def _read(response: http.client.HTTPResponse, start: float) -> Answer:
+def ask_once(
+    server: Server, messages: list[dict[str, str]], max_tokens: int, heard: Callable[[], None] = lambda: None
+) -> Answer:
+    """``ask`` on a connection of its own."""
+    connection = connect(server.port)
+    try:
+        return ask(connection, server.model, messages, max_tokens, heard)
+    finally:
+        connection.close()
+
+
+def ask_together(server: Server, prompts: Sequence[list[dict[str, str]]], max_tokens: int) -> list[Answer]:
+    """All at the same time, each on a connection of its own."""
+    clients = ThreadPoolExecutor(len(prompts))
+    try:
+        return list(clients.map(lambda messages: ask_once(server, messages, max_tokens), prompts))
+    finally:
+        clients.shutdown(wait=False)  # on Ctrl-C the server is ended next, and its clients with it
+
+
+def _read(response: http.client.HTTPResponse, start: float, heard: Callable[[], None]) -> Answer:
     usage: dict[str, Any] = {}
-    finish, ttft_s = "", float("nan")
+    finish = ""
+    texts: list[str] = []
+    arrivals_s: list[float] = []
     for chunk in _chunks(response):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices", ()):
-            if choice["delta"].get("content") and ttft_s != ttft_s:  # noqa: PLR0124 - not a number until then
-                ttft_s = time.perf_counter() - start
+            if text := choice["delta"].get("content"):
+                arrivals_s.append(time.perf_counter())
+                texts.append(text)
+                heard()
             finish = choice.get("finish_reason") or finish
     if not usage or not finish:
         raise BenchmarkError("the stream ended without usage or finish_reason")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    return Answer(usage["prompt_tokens"], cached, usage["completion_tokens"], finish, ttft_s)
+    ttft_s = arrivals_s[0] - start if arrivals_s else float("nan")
+    return Answer(
+        usage["prompt_tokens"], cached, usage["completion_tokens"], finish, ttft_s, "".join(texts), tuple(arrivals_s)
+    )
 
 
 def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
@@ -179,6 +228,11 @@ def _chunks(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
             if "error" in chunk:
                 raise BenchmarkError(f"error in the stream: {chunk['error']}")
             yield chunk
+
+
+def note(text: str) -> None:
+    """Tell how far it has got, where no table is."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def offline_command(model: Path) -> list[str]:

@@ -14,14 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import IO
 
 from benchmarks import children
 from benchmarks.children import BenchmarkError
+from benchmarks.report import spread
 
 _QUESTION = [{"role": "user", "content": "Say yes."}]
 _READY = b" ready: "
@@ -90,13 +89,9 @@ def measure(model: Path, n_runs: int) -> dict[str, list[Start]]:
 def table(starts: dict[str, list[Start]]) -> str:
     lines = ["| | ready s | first answer s |", "|---|--:|--:|"]
     for name, found in starts.items():
-        cells = (spread([s.ready_s for s in found]), spread([s.first_answer_s for s in found]))
+        cells = (spread([s.ready_s for s in found], 1), spread([s.first_answer_s for s in found], 1))
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def parse_options() -> argparse.Namespace:
