@@ -105,11 +105,22 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+def end_well(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that ends by itself. Raises BenchmarkError when it fails."""
+    try:
+        status = process.wait(_START_TIMEOUT_S)
+    except BaseException:
+        end(process)
+        raise
+    if status:
+        raise BenchmarkError(f"a child ended with status {status}; its error is above")
+
+
 @contextmanager
-def running(name: str, command: Sequence[str], model: Path, port: int) -> Iterator[Server]:
+def running(name: str, command: Sequence[str], model: Path, port: int, **pipes: Any) -> Iterator[Server]:
     """The server, from when its /health says yes until the block ends."""
     with tempfile.TemporaryFile() as log:
-        process = spawn(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = spawn(command, **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log} | pipes)
         try:
             server = Server(name, port, str(model), process, log)
             wait_healthy(server)
@@ -136,6 +147,17 @@ def wait_healthy(server: Server) -> None:
         if time.monotonic() > deadline:
             raise BenchmarkError(f"{server.name} was not ready after {_START_TIMEOUT_S:.0f} s")
         time.sleep(0.02)
+
+
+def health(port: int) -> dict[str, Any]:
+    """What /health says of this server. Raises OSError and HTTPException."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=30)
+    try:
+        connection.request("GET", "/health")
+        found: dict[str, Any] = json.loads(connection.getresponse().read())
+        return found
+    finally:
+        connection.close()
 
 
 def healthy(port: int) -> bool:

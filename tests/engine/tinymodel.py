@@ -109,7 +109,7 @@ def write_model(path: Path, seed: int = 0, **config) -> Path:
     """A model directory."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG | config))
-    weights = dict(tree_flatten(tiny_llama(seed).parameters()))
+    weights = dict(tree_flatten(tiny_llama(seed, **config).parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     byte_tokenizer().save(str(path / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
