@@ -1,6 +1,6 @@
 """Events per second through the whole server, and its processor time for each: no model, 64 streams.
 
-    python -m benchmarks.events [--streams 64] [--tokens 400] [--rounds 3] [--json FILE]
+    python -m benchmarks.events [--streams 64] [--tokens 400] [--rounds 3] [--quick] [--json FILE]
 
 A fake backend gives each stream a token at every step, so everything counted is the server's: scheduling, detokenizing,
 splitting, JSON, SSE, sockets. The client is another process, whose time is not counted. Once flat out (a step takes no
@@ -24,6 +24,7 @@ from typing import Any
 
 from benchmarks import children, machine
 from benchmarks.children import BenchmarkError, note
+from benchmarks.options import parse
 from benchmarks.report import markdown, spread
 
 SERVER, BARE = "mlx-serve", "bare writes"
@@ -167,8 +168,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--streams", type=int, default=64, help="(default: 64)")
     parser.add_argument("--tokens", type=int, default=400, help="of a stream (default: 400)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    return parser.parse_args()
+    return parse(parser, tokens=100, rounds=1)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What a long prompt does to streams that are being decoded, and how long it waits itself: this server, mlx_lm.server.
 
-    python -m benchmarks.interference [--model DIR] [--words 2950] [--rounds 3] [--json FILE]
+    python -m benchmarks.interference [--model DIR] [--words 2950] [--rounds 3] [--quick] [--json FILE]
 
 Four streams decode; when each has had some text, a prompt of about 3,000 tokens arrives. Counted are the gaps between
 two texts of a stream, of those that lie at least in part between the long prompt's sending and its first text. Both
@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import children, machine
 from benchmarks.children import OURS, THEIRS, Answer, BenchmarkError, Server, note
+from benchmarks.options import parse
 from benchmarks.prompts import Prompts
 from benchmarks.report import Ratio, markdown, percentile, ratio_table, spread
 
@@ -148,8 +149,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=192, help="of each stream (default: 192)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    return parser.parse_args()
+    return parse(parser, words=400, max_tokens=64, rounds=1)
 
 
 def main() -> int:

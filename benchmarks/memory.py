@@ -1,6 +1,6 @@
 """What a server with a small budget for KV caches holds at most, and afterwards: 500 mixed requests.
 
-    python -m benchmarks.memory [--requests 500] [--clients 12] [--kv-cache-bytes 128MiB] [--json FILE]
+    python -m benchmarks.memory [--requests 500] [--clients 12] [--kv-cache-bytes 128MiB] [--quick] [--json FILE]
 
 A small model with random weights and a large KV cache makes it quick. Requests have random lengths, prefixes in common,
 n, streams and none, log-probabilities, and some hang up. What they would hold all together is several times the budget,
@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks import children, machine
 from benchmarks.budgeted import KV_TOKEN_BYTES
 from benchmarks.children import BenchmarkError, Server, note
+from benchmarks.options import parse
 from benchmarks.prompts import Prompts
 from benchmarks.report import Ratio, markdown, ratio_table
 from mlx_serve.config import size
@@ -201,8 +202,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=12, help="at a time (default: 12)")
     parser.add_argument("--kv-cache-bytes", type=size, default=128 * 2**20, help="the budget (default: 128MiB)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    return parser.parse_args()
+    return parse(parser, requests=40)
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What prefixes that prompts have in common save: in concurrent requests, in a conversation, after a restart.
 
-    python -m benchmarks.prefixes [--model DIR] [--words 1450] [--rounds 3] [--json FILE]
+    python -m benchmarks.prefixes [--model DIR] [--words 1450] [--rounds 3] [--quick] [--json FILE]
 
 - together: eight requests at once with the same beginning of about 1,500 tokens, which neither server has seen; the
   time until all are answered, here over mlx_lm.server.
@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks import children, machine
 from benchmarks.children import OURS, THEIRS, Answer, BenchmarkError, Server, note
+from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
 from benchmarks.report import Ratio, markdown, ratio_table, spread
 
@@ -173,8 +174,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer (default: 16)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
-    return parser.parse_args()
+    return parse(parser, words=300, requests=4, max_tokens=6, rounds=1)
 
 
 def main() -> int:
