@@ -66,7 +66,7 @@ class Exchange:
         self._asked = asked
         self._head = asked if isinstance(asked, Head) else None
         self._request_id = _request_id(self._head)
-        self._reply = Reply(channel, self.alive)
+        self._reply = Reply(channel, self._writable)
         self._notes: dict[str, str | int] = {}
         self._n_written_before = channel.n_written
         self._n_body = 0
@@ -97,24 +97,32 @@ class Exchange:
         peer = self._channel.peer()
         if peer == "gone":
             return False
-        # After the head, an end of the client's sending says nothing: the next write will.
-        if peer == "open" or self._reply.head_sent:
+        if peer == "open":
             return True
+        if self._reply.head_sent:
+            # Without anything to write the end of the client's sending says nothing: the next piece will.
+            return self._probe(self._reply.filler) if self._reply.filler else True
         if self._head is None or self._head.version == "HTTP/1.0":
             return False
-        return self._probe()
+        return self._probe(_CONTINUE)
 
-    def _probe(self) -> bool:
+    def _writable(self) -> bool:
+        """The same before a write, which is as good as a probe."""
+        return self._channel.peer() != "gone"
+
+    def _probe(self, raw: bytes) -> bool:
         """The client has ended its sending: it may have closed, or wait for the reply with its side shut (both look
-        the same). An interim response, which RFC 9110 15.2 lets us send at any time, tells: a closed socket
-        answers it with a reset. A second one, a while later, fails where the system does not report the reset.
+        the same). What a client skips tells: a closed socket answers it with a reset. Before the head that is an
+        interim response, which RFC 9110 15.2 lets us send at any time, between events a comment: a long prompt's
+        stream is silent for many seconds. A second one, a while later, fails where the system does not report the
+        reset.
         """
         now = time.monotonic()
         if self._n_probes < _MAX_PROBES and now - self._probed_at >= _PROBE_EVERY_S:
             self._n_probes += 1
             self._probed_at = now
             with suppress(ClientGone):  # the channel remembers
-                self._channel.write(_CONTINUE)
+                self._channel.write(raw)
         return self._channel.peer() != "gone"
 
     def _answer(self) -> None:

@@ -13,6 +13,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 
 from mlx_serve.core import ClientGone, Response
+from mlx_serve.wire import sse
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import Head
 
@@ -23,6 +24,7 @@ _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _NO_BODY = frozenset({204, 304})
 _LAST_CHUNK = b"0\r\n\r\n"
+_COMMENT = sse.comment("")
 _STREAM_FIELDS: Fields = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "no"))
 
 
@@ -79,12 +81,16 @@ def _connection(manner: Manner) -> Fields:
 
 
 class Reply:
-    """Sends one response. ``head_sent`` tells whether another one could still take its place."""
+    """Sends one response. ``head_sent`` tells whether another one could still take its place.
+
+    ``filler`` is what may be written between two pieces of a stream, and its client skips; b"": there is no such thing.
+    """
 
     def __init__(self, channel: Channel, alive: Callable[[], bool]) -> None:
         self._channel = channel
         self._alive = alive
         self.head_sent = False
+        self.filler = b""
         self.status = 0
 
     def send(self, response: Response, fields: Fields, manner: Manner) -> bool:
@@ -118,6 +124,8 @@ class Reply:
             if piece:
                 self._write(response.status, unsent + (_chunk(piece) if chunked else piece))
                 unsent = b""
+                if response.content_type.startswith("text/event-stream"):
+                    self.filler = _chunk(_COMMENT) if chunked else _COMMENT
         self._write(response.status, unsent + (_LAST_CHUNK if chunked else b""))
         return manner.keep
 

@@ -3,11 +3,13 @@
 import json
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
-from apikit import DEADLINE_S, events, read, serving, until
+from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.framing import FramingLimits
 
@@ -558,6 +560,47 @@ def test_a_client_that_leaves_frees_its_place(stream):
             sock.recv(1000)
         sock.close()
         until(lambda: server.scheduler.health().running == 0, "its place is free")
+
+
+def wordless(job):
+    """A letter, and then tokens that have no text."""
+    yield 97
+    while True:
+        yield 257
+
+
+def wordless_backend(_):
+    gate = threading.Event()
+    return FakeBackend(answer=wordless, on_step=lambda _: gate.wait(0.001))
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/1.0"])
+def test_a_client_that_leaves_a_silent_stream_frees_its_place(version):
+    """It has read all that came, so that it leaves with a FIN: as one that only ended its sending."""
+    with serving(wordless_backend, catalog=Catalog(replace(ENTRY, context_tokens=None), ["fake"])) as server:
+        body = json.dumps({"prompt": "x", "max_tokens": 10**6, "stream": True}).encode()
+        head = f"POST /v1/completions {version}\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as sock:
+            sock.sendall(head.encode() + body)
+            came = b""
+            while not came.endswith(b"\n\n" if version == "HTTP/1.0" else b"\n\n\r\n"):
+                came += sock.recv(1000)
+        until(lambda: server.scheduler.health().running == 0, "its place is free")
+
+
+def test_a_client_that_ended_its_sending_is_not_taken_for_one_that_left():
+    with serving(wordless_backend, catalog=Catalog(replace(ENTRY, context_tokens=None), ["fake"])) as server:
+        body = json.dumps({"prompt": "x", "max_tokens": 2000, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=DEADLINE_S) as sock:
+            sock.sendall(head.encode() + body)
+            came = sock.recv(1000)
+            sock.shutdown(socket.SHUT_WR)
+            while data := sock.recv(65536):
+                came += data
+        assert came.endswith(b"data: [DONE]\n\n")
+        # What the server asked it with.
+        assert b"\n: \n\n" in came
 
 
 def test_a_client_that_leaves_while_it_waits_is_forgotten():
