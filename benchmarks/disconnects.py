@@ -176,6 +176,8 @@ def depart(server: Server, leaver: Leaver, options: argparse.Namespace, n_client
     while len(departures) < n_clients:
         for where, n_beside in _BESIDE.items():
             n = min(_BLOCK, n_clients - len(departures))
+            if not n:
+                break
             with beside(server, prompts, n_beside) as others:
                 for _ in range(n):
                     departures.append(leaver.leave(where, n_beside))
@@ -184,15 +186,16 @@ def depart(server: Server, leaver: Leaver, options: argparse.Namespace, n_client
     return departures
 
 
-def settled(server: Server, before: dict[str, int]) -> dict[str, int]:
-    """What the process holds when its connections' threads have ended, or the time is up."""
+def settled(server: Server) -> dict[str, int]:
+    """What the process holds when for a second no thread or descriptor has come or gone, or the time is up."""
     deadline = time.monotonic() + _PATIENCE_S
+    now = machine.holds(server.process.pid)
     while time.monotonic() < deadline:
-        now = machine.holds(server.process.pid)
-        if now["threads"] <= before["threads"] and now["descriptors"] <= before["descriptors"]:
+        time.sleep(1)
+        then, now = now, machine.holds(server.process.pid)
+        if (then["threads"], then["descriptors"]) == (now["threads"], now["descriptors"]):
             break
-        time.sleep(0.1)
-    return machine.holds(server.process.pid)
+    return now
 
 
 def measure(model: Path, options: argparse.Namespace) -> Result:
@@ -202,12 +205,11 @@ def measure(model: Path, options: argparse.Namespace) -> Result:
     with children.running("mlx-serve", children.our_command(model, port, *flags), model, port) as server:
         leaver = Leaver(server, options)
         depart(server, leaver, options, min(2 * _BLOCK, options.clients))
-        idle = machine.holds(server.process.pid)
-        before = settled(server, idle)
+        before = settled(server)
         share = machine.watch_others([server.process.pid])
         departures = depart(server, leaver, options, options.clients)
         others = share()
-        return Result(departures, before, settled(server, before), others)
+        return Result(departures, before, settled(server), others)
 
 
 def table(result: Result) -> str:
