@@ -1,9 +1,13 @@
-# Two commands on a fresh machine: `make demo` serves a real model, `make test` runs every test.
-# Both make the virtual environment they need in .venv.
+# Two commands on a fresh machine: `make demo` serves a real model, `make test` runs every test that needs no more than the
+# project. Both make the virtual environment they need in .venv; `make test-clients`, which tries the published client
+# packages against the server, has its own in .venv-clients, since they bring a hundred others, and needs npm.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_BIN := $(CLIENTS_VENV)/bin
+CLIENTS_NODE := tests/clients/node
 
 # On Linux MLX's CPU backend is an extra; on macOS MLX needs none.
 ifeq ($(shell uname -s),Linux)
@@ -17,13 +21,16 @@ space := $(empty) $(empty)
 comma := ,
 bracket = $(if $(strip $(1)),[$(subst $(space),$(comma),$(strip $(1)))])
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-clients lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(ARGS)
+
+test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-lock.json
+	$(CLIENTS_BIN)/python -m pytest tests/clients $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -41,5 +48,17 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS) dev)'
 	touch $@ $(VENV)/.installed
 
+$(CLIENTS_BIN)/python:
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+
+$(CLIENTS_VENV)/.installed: pyproject.toml $(CLIENTS_BIN)/python
+	$(CLIENTS_BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS) dev clients)'
+	touch $@
+
+# What npm writes itself when it is done. No package's own script is run.
+$(CLIENTS_NODE)/node_modules/.package-lock.json: $(CLIENTS_NODE)/package.json $(CLIENTS_NODE)/package-lock.json
+	npm ci --prefix $(CLIENTS_NODE) --ignore-scripts --no-audit --no-fund
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules

@@ -26,10 +26,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import BenchmarkError, Server, note
+from benchmarks.asking import figures
+from benchmarks.children import OURS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Prompts
-from benchmarks.report import Ratio, markdown, percentile, ratio_table
+from benchmarks.report import Ratio, markdown, ratio_table
+from mlx_serve.bench.progress import note
+from mlx_serve.bench.stats import percentile
 
 PLACES = 4
 # Streams that go on beside those who hang up; as many as there are places: those wait in the queue.
@@ -133,7 +136,7 @@ def read_until(client: socket.socket, deadline: float) -> int:
 
 
 def occupied(server: Server) -> int:
-    health = children.health(server.port)
+    health = figures(server, "/health")
     return int(health["running"]) + int(health["waiting"])
 
 
@@ -202,7 +205,7 @@ def measure(model: Path, options: argparse.Namespace) -> Result:
     port = children.free_port()
     # Without kept prefixes, whose memory could not be told from a leak.
     flags = ("--decode-concurrency", str(PLACES), "--prompt-cache-size", "0")
-    with children.running("mlx-serve", children.our_command(model, port, *flags), model, port) as server:
+    with children.running(OURS, children.our_command(model, port, *flags), model, port) as server:
         leaver = Leaver(server, options)
         depart(server, leaver, options, min(2 * _BLOCK, options.clients))
         before = settled(server)
@@ -215,9 +218,9 @@ def measure(model: Path, options: argparse.Namespace) -> Result:
 def table(result: Result) -> str:
     rows = []
     for where in _BESIDE:
-        found = [d.free_s for d in result.departures if d.where == where]
+        found = sorted(d.free_s for d in result.departures if d.where == where)
         if found:
-            cells = [f"{value:.2f}" for value in (median(found), percentile(found, 99), max(found))]
+            cells = [f"{value:.2f}" for value in (median(found), percentile(found, 99), found[-1])]
             rows.append([where, str(len(found)), *cells])
     return markdown(["", "clients", "free after s, median", "p99", "most"], rows)
 
@@ -228,7 +231,7 @@ def leaks(result: Result) -> str:
 
 
 def ratios(result: Result) -> list[Ratio]:
-    times = [d.free_s for d in result.departures]
+    times = sorted(d.free_s for d in result.departures)
     before, after = result.before, result.after
     wanted = (("threads", 1), ("descriptors", 1), ("rss", 1.05))
     return [

@@ -23,11 +23,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import BenchmarkError, note
+from benchmarks.children import OURS, BenchmarkError
 from benchmarks.options import parse
 from benchmarks.report import markdown, spread
+from mlx_serve.bench.progress import note
 
-SERVER, BARE = "mlx-serve", "bare writes"
+BARE = "bare writes"
 _MARK = b"data: {"
 _END = b"0\r\n\r\n"
 _PATIENCE_S = 120.0
@@ -137,13 +138,13 @@ def measure(case: Case, options: argparse.Namespace) -> Round:
     each = ours.n_bytes // ours.n_events
     bare = run([*program, "--bare", str(each), "--tokens", str(n_each)], options)
     note(f"{case.name}: {ours.rate:.0f} events/s, {ours.cpu_us:.0f} us; bare {bare.rate:.0f}, {bare.cpu_us:.0f} us")
-    return {SERVER: ours, BARE: bare}
+    return {OURS: ours, BARE: bare}
 
 
 def table(results: dict[str, list[Round]]) -> str:
     rows = []
     for case, rounds in results.items():
-        for name in (SERVER, BARE):
+        for name in (OURS, BARE):
             ms = [r[name] for r in rounds]
             size = f"{median(m.n_bytes / m.n_events for m in ms):.0f}"
             rows.append([f"{case}: {name}", spread([m.rate for m in ms], 0), spread([m.cpu_us for m in ms], 0), size])
@@ -153,7 +154,7 @@ def table(results: dict[str, list[Round]]) -> str:
 
 def ratios(rounds: list[Round]) -> list[float]:
     """Of processor time per event, over the bare loop's."""
-    return [r[SERVER].cpu_us / r[BARE].cpu_us for r in rounds]
+    return [r[OURS].cpu_us / r[BARE].cpu_us for r in rounds]
 
 
 def as_json(results: dict[str, list[Round]]) -> dict[str, Any]:

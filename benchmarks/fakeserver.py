@@ -17,7 +17,8 @@ from pathlib import Path
 
 from benchmarks.children import HOST, end_on_sigterm
 from mlx_serve import logs
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.core import Job
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import VOCAB_SIZE, FakeBackend, FakeModels
@@ -46,7 +47,7 @@ def serve(port: int, n_streams: int, step_s: float) -> None:
     scheduler = Scheduler(models, Limits())
     worker = Worker(scheduler, "fake", models.close)
     app = Api(Services(scheduler, Catalog(entry, ["fake"]), models, "fp_fake"))
-    server = Server(app, ServerOptions(address=(HOST, port)))
+    server = Server(app, ServerOptions(address=(HOST, port), on_end=app.observe))
     worker.start()
     try:
         server.serve_forever()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -25,10 +24,14 @@ from threading import Semaphore
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import OURS, THEIRS, Answer, BenchmarkError, Server, note
+from benchmarks.asking import ask, ask_all
+from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
-from benchmarks.prompts import Prompts
-from benchmarks.report import Ratio, markdown, percentile, ratio_table, spread
+from benchmarks.prompts import Messages, Prompts
+from benchmarks.report import Ratio, markdown, ratio_table, spread
+from mlx_serve.bench.progress import note
+from mlx_serve.bench.reading import Answer
+from mlx_serve.bench.stats import percentile
 
 # Texts that each stream has had when the long prompt is sent.
 _LEAD = 8
@@ -56,34 +59,45 @@ Round = dict[str, Measure]
 def measure(server: Server, prompts: Prompts, options: argparse.Namespace) -> Measure:
     share = machine.watch_others([server.process.pid])
     heard = Semaphore(0)
+
+    def stream(story: Messages) -> list[float]:
+        """When each of its texts came."""
+        arrivals: list[float] = []
+
+        def hear(now: float) -> None:
+            arrivals.append(now)
+            heard.release()
+
+        ask(server, story, options.max_tokens, hear)
+        return arrivals
+
     clients = ThreadPoolExecutor(options.streams)
     try:
-        stories = [prompts.story(40) for _ in range(options.streams)]
-        streams = [
-            clients.submit(children.ask_once, server, story, options.max_tokens, heard.release) for story in stories
-        ]
+        streams = [clients.submit(stream, prompts.story(40)) for _ in range(options.streams)]
         for _ in range(options.streams * _LEAD):
             # Whichever streams they came in: they decode in one batch.
             if not heard.acquire(timeout=_PATIENCE_S):
                 raise BenchmarkError(f"{server.name}: the streams did not begin")
         start = time.perf_counter()
-        long = children.ask_once(server, prompts.story(options.words), 1)
-        answers = [stream.result() for stream in streams]
+        long = ask(server, prompts.story(options.words), 1)
+        arrivals = [stream.result() for stream in streams]
     finally:
         clients.shutdown(wait=False)
-    return _measure(answers, start, long, share())
+    return _measure(arrivals, start, long, share())
 
 
-def _measure(answers: Sequence[Answer], start: float, long: Answer, others: float | None) -> Measure:
+def _measure(arrivals: Sequence[list[float]], start: float, long: Answer, others: float | None) -> Measure:
+    if long.ttft_s is None:
+        raise BenchmarkError("the long prompt's answer had no text, and so no time to it")
     end = start + long.ttft_s
-    pairs = [pair for answer in answers for pair in pairwise(answer.arrivals_s)]
-    gaps = [b - a for a, b in pairs if b > start and a < end]
+    pairs = [pair for times in arrivals for pair in pairwise(times)]
+    gaps = sorted(b - a for a, b in pairs if b > start and a < end)
     calm = [b - a for a, b in pairs if b <= start]
-    if math.isnan(end) or not gaps:
+    if not gaps:
         raise BenchmarkError("no stream was decoding beside the long prompt: give the streams more --max-tokens")
-    n_ended = sum(answer.arrivals_s[-1] < end for answer in answers)
+    n_ended = sum(times[-1] < end for times in arrivals)
     return Measure(
-        percentile(gaps, 99), max(gaps), median(calm), long.ttft_s, long.prompt_tokens, len(gaps), n_ended, others
+        percentile(gaps, 99), gaps[-1], median(calm), long.ttft_s, long.prompt_tokens, len(gaps), n_ended, others
     )
 
 
@@ -92,7 +106,7 @@ def measure_all(model: Path, options: argparse.Namespace) -> list[Round]:
     with ExitStack() as stack:
         servers = children.both(stack, model)
         for server in servers.values():
-            children.ask_together(server, prompts.take(options.streams, 1), 4)
+            ask_all(server, prompts.take(options.streams, 1), options.streams, 4)
         rounds = []
         for number in range(1, options.rounds + 1):
             rounds.append({name: measure(server, prompts, options) for name, server in servers.items()})

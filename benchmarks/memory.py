@@ -27,13 +27,31 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.budgeted import KV_TOKEN_BYTES
-from benchmarks.children import BenchmarkError, Server, note
+from benchmarks.asking import figures
+from benchmarks.children import OURS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Prompts
 from benchmarks.report import Ratio, markdown, ratio_table
-from mlx_serve.config import size
+from mlx_serve.bench.progress import note
+from mlx_serve.flags import size
 
+# Little to compute, and much to keep of each token.
+_MODEL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+_KV_TOKEN_BYTES = 2 * 4 * 8 * 64 * 4  # keys and values, layers, heads, numbers, float32
+# Another process writes it, so that this one never imports mlx.
+_WRITE_MODEL = """
+import json, pathlib, sys
+sys.path.insert(0, "tests/engine")
+import tinymodel
+tinymodel.write_model(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))
+"""
 _SETTLE_S = 60.0
 # Characters, each a token.
 _PREFIXES = (200, 600, 1000, 1500)
@@ -113,34 +131,26 @@ class Asker:
 
 @contextmanager
 def budgeted(options: argparse.Namespace, folder: str) -> Iterator[Server]:
-    program = [sys.executable, "-m", "benchmarks.budgeted"]
     path = Path(folder, "small")
-    children.end_well(children.spawn([*program, "--write-model", str(path)]))
+    write = [sys.executable, "-c", _WRITE_MODEL, str(path), json.dumps(_MODEL)]
+    subprocess.run(write, cwd=children.ROOT, check=True)
     port = children.free_port()
-    flags = ["--kv-cache-bytes", str(options.kv_cache_bytes), "--max-queue", "1000"]
-    command = [*program, "--model", str(path), "--port", str(port), *flags]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with children.running("mlx-serve", command, path, port, **pipes) as server:
+    flags = ("--kv-cache-bytes", str(options.kv_cache_bytes), "--max-queue", "1000")
+    with children.running(OURS, children.our_command(path, port, *flags), path, port) as server:
         yield server
 
 
 def held(server: Server) -> Held:
-    process = server.process
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"\n")
-    process.stdin.flush()
-    line = process.stdout.readline()
-    if not line:
-        raise BenchmarkError("the server ended")
-    return Held(**json.loads(line), **machine.holds(process.pid))
+    memory = figures(server, "/stats")["memory"]
+    own = machine.holds(server.process.pid)
+    return Held(memory["active_bytes"], memory["cache_bytes"], memory["peak_bytes"], **own)
 
 
 def settled(server: Server, before: Held) -> Held:
     """When nothing runs any more, and the threads of the connections have ended."""
     deadline = time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline:
-        health = children.health(server.port)
+        health = figures(server, "/health")
         if (
             health["running"] + health["waiting"] == 0
             and machine.holds(server.process.pid)["threads"] <= before.threads
@@ -165,7 +175,7 @@ def measure(options: argparse.Namespace) -> Result:
             outcomes = Counter(clients.map(asker.ask, range(len(requests)), requests))
         seconds = time.perf_counter() - start
         others = share()
-        wanted = sum((len(r["prompt"]) + r["max_tokens"]) * r["n"] for r in requests) * KV_TOKEN_BYTES
+        wanted = sum((len(r["prompt"]) + r["max_tokens"]) * r["n"] for r in requests) * _KV_TOKEN_BYTES
         wanted = wanted * options.clients // max(1, len(requests))
         after = settled(server, before)
         return Result(before, after, options.kv_cache_bytes, dict(outcomes), seconds, wanted, others)

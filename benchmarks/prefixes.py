@@ -16,7 +16,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -24,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import OURS, THEIRS, Answer, BenchmarkError, Server, note
+from benchmarks.asking import ask, ask_all
+from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
 from benchmarks.report import Ratio, markdown, ratio_table, spread
+from mlx_serve.bench.progress import note
+from mlx_serve.bench.reading import Answer
 
 _QUESTIONS = ("Begin.", "Who is it about?")
 
@@ -67,16 +69,14 @@ class Round:
 
 def together(server: Server, beginning: str, options: argparse.Namespace) -> Together:
     requests = [_messages(beginning, f"Request {number}. Begin.") for number in range(options.requests)]
-    start = time.perf_counter()
-    answers = children.ask_together(server, requests, options.max_tokens)
-    seconds = time.perf_counter() - start
-    return Together(seconds, sum(a.prompt_tokens for a in answers), sum(a.cached_tokens for a in answers))
+    answers, seconds = ask_all(server, requests, len(requests), options.max_tokens)
+    return Together(seconds, sum(a.prompt_tokens for a in answers), sum(a.cached_tokens or 0 for a in answers))
 
 
 def turns(server: Server, beginning: str, options: argparse.Namespace) -> Turns:
     first = _messages(beginning, _QUESTIONS[0])
-    answer = children.ask_once(server, first, options.max_tokens)
-    return _turns(answer, children.ask_once(server, _second(first, answer), options.max_tokens))
+    answer = ask(server, first, options.max_tokens)
+    return _turns(answer, ask(server, _second(first, answer), options.max_tokens))
 
 
 def restart(model: Path, beginning: str, warm_up: str, options: argparse.Namespace) -> Turns:
@@ -84,11 +84,11 @@ def restart(model: Path, beginning: str, warm_up: str, options: argparse.Namespa
         flags = ("--prompt-cache-dir", folder)
         first = _messages(beginning, _QUESTIONS[0])
         with _ours(model, flags) as server:
-            children.ask_once(server, _messages(warm_up, _QUESTIONS[0]), 4)
-            answer = children.ask_once(server, first, options.max_tokens)
+            ask(server, _messages(warm_up, _QUESTIONS[0]), 4)
+            answer = ask(server, first, options.max_tokens)
         with _ours(model, flags) as server:
             # Its very first request: what a start makes slower is in it.
-            return _turns(answer, children.ask_once(server, _second(first, answer), options.max_tokens))
+            return _turns(answer, ask(server, _second(first, answer), options.max_tokens))
 
 
 def _ours(model: Path, flags: Iterable[str]) -> Any:
@@ -105,9 +105,9 @@ def _second(first: Messages, answer: Answer) -> Messages:
 
 
 def _turns(first: Answer, second: Answer) -> Turns:
-    if not first.text or not second.text:
+    if first.ttft_s is None or second.ttft_s is None:
         raise BenchmarkError("a turn had no text, and so no time to it")
-    return Turns(first.ttft_s, second.ttft_s, second.prompt_tokens, second.cached_tokens)
+    return Turns(first.ttft_s, second.ttft_s, second.prompt_tokens, second.cached_tokens or 0)
 
 
 def measure_all(model: Path, options: argparse.Namespace) -> list[Round]:
@@ -115,7 +115,7 @@ def measure_all(model: Path, options: argparse.Namespace) -> list[Round]:
     with ExitStack() as stack:
         servers = children.both(stack, model)
         for server in servers.values():
-            children.ask_together(server, prompts.take(2, 1), 4)
+            ask_all(server, prompts.take(2, 1), 2, 4)
         rounds = []
         for number in range(1, options.rounds + 1):
             rounds.append(measure(model, servers, prompts, options))

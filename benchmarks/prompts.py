@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import random
 
-Messages = list[dict[str, str]]
+from mlx_serve.bench.workload import Message, words
+
+Messages = list[Message]
 
 # Words of the user's message; the requests of a client go through the lengths in turn.
 PROMPT_WORDS = (20, 60, 140)
-_WORDS = """
-time year people way day man thing woman life child world school state family student group country problem hand
-part place case week company system program question work number night point home water room mother area money story
-fact month lot right study book eye job word business issue side kind head house service friend father power hour
-game line end member law car city name team minute idea body back parent face level office door health person art
-war history party result change morning reason research girl guy moment air teacher force education
-"""
 
 
 class Prompts:
@@ -22,7 +17,6 @@ class Prompts:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._words = _WORDS.split()
         self._serials = iter(self._random.sample(range(10**8, 10**9), 100_000))
 
     def take(self, n_clients: int, n_each: int) -> list[Messages]:
@@ -42,7 +36,7 @@ class Prompts:
 
     def words(self, n_words: int) -> str:
         """At random, with blanks between them."""
-        return " ".join(self._random.choices(self._words, k=n_words))
+        return words(self._random, n_words)
 
     def serial(self) -> int:
         """A number of nine digits that was not given before."""

@@ -1,8 +1,7 @@
-"""What the benchmarks print: medians with their range, percentiles, and ratios beside what is wanted of them."""
+"""What the benchmarks print: medians with their range, and ratios beside what is wanted of them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -36,9 +35,3 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     if len(values) == 1:
         return f"{values[0]:.{digits}f}"
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The least value that so many percent of all do not pass (nearest rank)."""
-    rank = max(1, math.ceil(len(values) * percent / 100))
-    return sorted(values)[rank - 1]

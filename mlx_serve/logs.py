@@ -1,28 +1,59 @@
-"""Log lines on stderr, as text or as JSON, one a record. Nothing that a client sent can end a line or begin one."""
+"""Log lines on stderr, as text or as JSON, one a record. Nothing that a client sent can end a line or begin one.
+
+With a path in $MLX_SERVE_LOG_FILE they go there instead, and the file may be moved away while the server runs.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import time
+from collections.abc import Mapping
+from logging.handlers import WatchedFileHandler
 from typing import Literal
 
-from mlx_serve.wire.log import access_log
+from mlx_serve.core import ACCESS_LOG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Libraries that tell of each of their own requests and lock files at INFO.
 _CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "transformers", "huggingface_hub")
 
 
-def configure(level: str, form: Literal["text", "json"]) -> None:
+def configure(level: str, form: Literal["text", "json"], environ: Mapping[str, str] = os.environ) -> None:
     """Set up logging for the whole process."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler, fault = _handler(environ.get("MLX_SERVE_LOG_FILE", ""))
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    if fault:
+        logging.getLogger("mlx_serve").warning("%s", fault)
+
+
+def _handler(path: str) -> tuple[logging.Handler, str]:
+    """Where lines go, and why not to the file. A log that can't be written is no reason not to serve."""
+    if path:
+        try:
+            return RotatedFileHandler(path, encoding="utf-8"), ""
+        except OSError as error:
+            return logging.StreamHandler(sys.stderr), f"cannot write the log to {path}: {error.strerror}"
+    return logging.StreamHandler(sys.stderr), ""
+
+
+class RotatedFileHandler(WatchedFileHandler):
+    """Opens its file again once something else (newsyslog, logrotate) has moved it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # The standard handler lets this error out into whatever was logging, and then writes to a closed file.
+        try:
+            self.reopenIfNeeded()
+        except OSError:
+            self.handleError(record)
+            return
+        logging.FileHandler.emit(self, record)
 
 
 class TextFormatter(logging.Formatter):
@@ -42,7 +73,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, object] = {"time": _iso(record.created), "level": record.levelname}
         message = record.getMessage()
-        if record.name == access_log.name:
+        if record.name == ACCESS_LOG:
             fields |= json.loads(message)
         else:
             fields["message"] = message

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, and the ones that several endpoints raise."""
+"""Errors in the words of the route's clients, and the ones that several endpoints raise."""
 
 from __future__ import annotations
 
@@ -7,6 +7,39 @@ from typing import Any
 
 from mlx_serve.core import ApiError, Response
 
+# Anthropic's words for a status (https://platform.claude.com/docs/en/api/errors); others are 4xx or 5xx of ours.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class ContextLengthError(ApiError):
+    """A prompt that does not fit. ``prompt_tokens`` is what it has, or the least that it can have."""
+
+    def __init__(self, context_tokens: int, prompt_tokens: int, param: str) -> None:
+        # OpenAI's own sentence: clients look for it, and for the code, some of them (LangChain) in the message.
+        super().__init__(
+            400,
+            f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages. (context_length_exceeded)",
+            param=param,
+            code="context_length_exceeded",
+        )
+        self.context_tokens = context_tokens
+        self.prompt_tokens = prompt_tokens
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a route speaks Anthropic's dialect."""
+    plain = path.removeprefix("/v1")
+    return plain == "/messages" or plain.startswith("/messages/")
+
 
 def as_object(error: ApiError) -> dict[str, Any]:
     """OpenAI's error object: all four keys are always there."""
@@ -14,22 +47,18 @@ def as_object(error: ApiError) -> dict[str, Any]:
     return {"error": fields}
 
 
-def as_response(error: ApiError) -> Response:
+def as_anthropic_object(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Anthropic's error object."""
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    message = error.message
+    if isinstance(error, ContextLengthError):
+        # Claude Code compacts its conversation when it reads this.
+        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum"
+    fields = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": message}
+    return {"type": "error", "error": fields, "request_id": request_id}
+
+
+def as_response(error: ApiError, path: str, request_id: str) -> Response:
     """The reply to a request that is refused or failed before anything of its answer was sent."""
-    return Response(error.status, json.dumps(as_object(error)).encode(), headers=error.headers)
-
-
-def context_length(context_tokens: int, prompt_tokens: int, param: str) -> ApiError:
-    """OpenAI's own sentence: clients look for it, and for the code, some of them (LangChain) in the message."""
-    return ApiError(
-        400,
-        f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
-        f"{prompt_tokens} tokens. Please reduce the length of the messages. (context_length_exceeded)",
-        param=param,
-        code="context_length_exceeded",
-    )
-
-
-def internal() -> ApiError:
-    """Our own fault; the log has the reason."""
-    return ApiError(500, "The server failed to answer; its log says why.", type="server_error")
+    value = as_anthropic_object(error, request_id) if is_anthropic(path) else as_object(error)
+    return Response(error.status, json.dumps(value).encode(), headers=error.headers)

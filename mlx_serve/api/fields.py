@@ -5,6 +5,7 @@ A number in quotes is no number, null counts as absent, and fields that are not 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Annotated, Any, NoReturn
@@ -38,6 +39,11 @@ def _text(value: str) -> str:
     # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
     if any("\ud800" <= char <= "\udfff" for char in value):
         refuse("Holds half of a surrogate pair, which is not a character.")
+    return value
+
+
+def _object(value: dict[str, Any]) -> dict[str, Any]:
+    _text(json.dumps(value, ensure_ascii=False))
     return value
 
 
@@ -134,6 +140,8 @@ def _text_logprobs(value: Any) -> Any:
 
 
 Str = Annotated[str, AfterValidator(_text)]
+# Any JSON object, with no half of a surrogate pair anywhere in it.
+Object = Annotated[dict[str, Any], AfterValidator(_object)]
 Float = Annotated[float, AfterValidator(_finite)]
 RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
 # mlx-lm slices with it, and MLX's slices take 32 bits: a larger one would fail everybody's step.
@@ -141,7 +149,7 @@ ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 Content = Annotated[Str | None, BeforeValidator(_content)]
-TemplateOptions = Annotated[dict[str, Any], AfterValidator(_template_options)]
+TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
 TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 

@@ -32,6 +32,7 @@ from mlx_serve.core import (
     Usage,
 )
 from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.pieces import Piece, Splitter, Symbols
@@ -59,6 +60,8 @@ class OutputOptions:
     echoes: tuple[str, ...] = ()
     # Further calls are dropped, and end the answer. None: as many as the model makes.
     max_calls: int | None = None
+    # The answer goes on from text that the prompt ends with.
+    continues: bool = False
 
 
 class Generation:
@@ -74,8 +77,10 @@ class Generation:
         jobs: Sequence[Job],
         options: OutputOptions,
         alive: Callable[[], bool],
+        trace: Trace | None = None,
     ) -> None:
         self._scheduler = scheduler
+        self._trace = trace if trace is not None else Trace(Metrics(), jobs[0].model, n_sequences=len(jobs))
         self._jobs = {job.index: job for job in jobs}
         self._events = jobs[0].events
         self._choices = {job.index: _Choice(job, tokenizer, options) for job in jobs}
@@ -87,9 +92,11 @@ class Generation:
     def submit(self) -> None:
         """Queue the jobs and wait, up to a limit, until the first of them runs or fails. Raises ApiError."""
         self._scheduler.submit(list(self._jobs.values()))
+        self._trace.queued()
         try:
             self._early = self._wait(ADMISSION_WAIT_S)
             if isinstance(self._early, Failed):
+                self._trace.close(failed=True)
                 raise self._early.error
         except BaseException:
             self.cancel()
@@ -98,11 +105,22 @@ class Generation:
     def __iter__(self) -> Iterator[Delta]:
         try:
             yield from self._deltas()
-        finally:
+        except (ClientGone, GeneratorExit):
             self.cancel()
+            raise
+        finally:
+            # What has not ended by now has failed.
+            self._trace.close(failed=True)
+            self.cancel()
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of the first job's prompt; asked before the iteration, and 0 while it has not left the queue."""
+        return self._early.cached_tokens if isinstance(self._early, Started) else 0
 
     def cancel(self) -> None:
         """Free the places of the jobs that have not ended."""
+        self._trace.close()
         if self._jobs:
             self._scheduler.cancel(list(self._jobs.values()))
 
@@ -116,10 +134,18 @@ class Generation:
                 raise event.error
             if event.index in self._jobs:
                 choice = self._choices[event.index]
+                self._follow(event)
                 yield from choice.take(event)
                 if choice.finish is not None:
                     self.finishes.append(choice.finish)
+                    self._trace.ended(choice.finish.reason)
                     self._end(event)
+
+    def _follow(self, event: Event) -> None:
+        if isinstance(event, Started):
+            self._trace.admitted(len(self._jobs[event.index].prompt.tokens), event.cached_tokens)
+        elif isinstance(event, TokenEvent):
+            self._trace.token(event.index)
 
     def _end(self, event: Event) -> None:
         job = self._jobs.pop(event.index)
@@ -175,7 +201,7 @@ class _Choice:
             self.controls, self.symbols = {}, Symbols({})
             self.splitter = RegionSplitter(Layout(), self.symbols)
             context = self.job.prompt.tokens
-            self.detokenizer = Detokenizer(self.tokenizer.decode, self.tokenizer.hidden_ids, context)
+            self.detokenizer = Detokenizer(self.tokenizer, self.tokenizer.hidden_ids, context)
         self.cutter = StopCutter(self.options.stops)
         self.logprobs = _Logprobs(self.tokenizer)
 
@@ -185,7 +211,8 @@ class _Choice:
         self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
         in_reasoning = self.job.prompt.in_reasoning
         self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
-        self.detokenizer = Detokenizer(self.tokenizer.decode, ())
+        context = self.job.prompt.tokens if self.options.continues else ()
+        self.detokenizer = Detokenizer(self.tokenizer, (), context)
 
     def take(self, event: Event) -> Iterator[Delta]:
         if isinstance(event, Started):
@@ -267,7 +294,7 @@ class _Choice:
         if self.n_calls and reason == "stop":
             reason = "tool_calls"
         usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
-        return Finish(self.job.index, reason, usage)
+        return Finish(self.job.index, reason, usage, self.cutter.match)
 
 
 class _Logprobs:

@@ -167,14 +167,19 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class ChatRenderer:
-    """chat.completion and chat.completion.chunk."""
+    """chat.completion and chat.completion.chunk. ``logprobs``: they were asked for."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, *, logprobs: bool = False) -> None:
         self._head = head
+        self._logprobs = logprobs
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The role, before the first token is known, and only here: clients join the roles they get."""
-        return [self._chunk(index, {"role": "assistant", "content": "", "refusal": None})]
+        """The role, before the first token is known, and only here: clients join the roles they get.
+
+        And an empty list of log-probabilities, as OpenAI sends it: an answer that shows no token has no other.
+        """
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [self._chunk(index, delta, logprobs=chat_logprobs(()) if self._logprobs else None)]
 
     def chunks(self, delta: Delta) -> Iterator[dict[str, Any]]:
         """The stream chunks of a delta."""
@@ -210,14 +215,15 @@ class ChatRenderer:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": chat_logprobs(choice.logprobs),
+            "logprobs": chat_logprobs(choice.logprobs) if self._logprobs else None,
             "finish_reason": choice.finish.reason if choice.finish else None,
         }
 
     def _text_chunks(self, delta: Text) -> Iterator[dict[str, Any]]:
         for piece in split_text(delta):
             fields = {"content": piece.text} if piece.region == "content" else _reasoning(piece.text)
-            yield self._chunk(piece.index, fields, logprobs=chat_logprobs(piece.logprobs))
+            logprobs = chat_logprobs(piece.logprobs) if piece.logprobs else None
+            yield self._chunk(piece.index, fields, logprobs=logprobs)
 
     def _argument_chunks(self, delta: ToolCallArguments) -> Iterator[dict[str, Any]]:
         for i in range(0, len(delta.text), MAX_DELTA_CHARS):
@@ -306,10 +312,8 @@ def split_text(delta: Text) -> Iterator[Text]:
         yield replace(delta, text=delta.text[i : i + MAX_DELTA_CHARS], logprobs=())
 
 
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-    """A choice's ``logprobs``, or null when none were asked for."""
-    if not entries:
-        return None
+def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """A choice's ``logprobs``, of the tokens that are seen."""
     content = [_token_object(e) | {"top_logprobs": [_token_object(t) for t in e.top]} for e in entries]
     return {"content": content, "refusal": None}
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
 
-from pydantic import FailFast, Field, ValidationError, model_validator
+from pydantic import AliasChoices, FailFast, Field, ValidationError, model_validator
 
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.fields import (
@@ -42,13 +42,16 @@ MAX_TOOLS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a request gets when it does not say: the command line's sampling flags."""
+    """What a request gets when it does not say: the command line's sampling flags, and a model's own defaults."""
 
     max_tokens: int = 512
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     n_draft_tokens: int = 3
 
 
@@ -71,7 +74,8 @@ class Message(Model):
     name: Str | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Str | None = None
-    reasoning_content: Str | None = None
+    # mlx_lm.server and OpenRouter call it ``reasoning``, and clients send back what they were given.
+    reasoning_content: Str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
@@ -90,8 +94,8 @@ class _StreamOptions(Model):
     include_usage: bool = False
 
 
-class _Request(Structured):
-    """The fields that chat and plain completions share."""
+class Request(Structured):
+    """The fields that OpenAI's endpoints share."""
 
     model: Str | None = None
     stream: bool = False
@@ -105,11 +109,11 @@ class _Request(Structured):
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[Float, Field(ge=0, le=1)] = 0.0
     xtc_threshold: Annotated[Float, Field(ge=0, le=1)] = 0.1
-    repetition_penalty: RepetitionPenalty = 0.0
+    repetition_penalty: RepetitionPenalty | None = None
     repetition_context_size: ContextSize = 20
-    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     presence_context_size: ContextSize | None = None
-    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     frequency_context_size: ContextSize | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: int | None = None
@@ -134,11 +138,11 @@ class _Request(Structured):
             min_p=_or(self.min_p, defaults.min_p),
             xtc_probability=self.xtc_probability,
             xtc_threshold=self.xtc_threshold,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             repetition_context_size=self.repetition_context_size,
-            presence_penalty=self.presence_penalty,
+            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
             presence_context_size=self.presence_context_size,
-            frequency_penalty=self.frequency_penalty,
+            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
             frequency_context_size=self.frequency_context_size,
             logit_bias=tuple(self.logit_bias.items()),
             seed=self.seed,
@@ -156,12 +160,22 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def effort_options(effort: Effort | None) -> dict[str, Any]:
+    """A reasoning effort for the chat template. Templates know the efforts by name, but not the absence of any."""
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+
+
 # Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
 # here and are ignored, as unknown ones are: user, metadata, store, service_tier, safety_identifier, prompt_cache_key,
 # prompt_cache_retention, verbosity, prediction, web_search_options, moderation, and parallel_tool_calls without tools.
 
 
-class ChatRequest(_Request):
+class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     # At the first fault, or a body of a million faulty items would be a million errors to write down.
@@ -172,7 +186,7 @@ class ChatRequest(_Request):
     tools: Annotated[list[tool_fields.Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: tool_fields.Choice = tool_fields.AUTO
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     modalities: list[str] = Field(default_factory=lambda: ["text"])
     audio: Any = None
     functions: list[Any] = Field(default_factory=list)
@@ -215,12 +229,7 @@ class ChatRequest(_Request):
     @property
     def template_options(self) -> dict[str, Any]:
         """What the request has for the chat template."""
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            # Templates know the efforts by name, but not the absence of any.
-            effort = {"reasoning_effort": self.reasoning_effort}
-            effort = {"enable_thinking": False} if self.reasoning_effort == "none" else effort
-        return effort | self.chat_template_kwargs
+        return effort_options(self.reasoning_effort) | self.chat_template_kwargs
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -250,7 +259,7 @@ def _check_tool_messages(messages: list[Message]) -> None:
 COMPLETION_MAX_TOKENS = 16
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Request):
     """POST /v1/completions."""
 
     prompt: Prompts
@@ -304,13 +313,18 @@ class CompletionRequest(_Request):
         return 0 if self.n_samples > self.n else self.wanted_logprobs
 
 
-R = TypeVar("R", bound=_Request)
+R = TypeVar("R", bound=Model)
 
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request that ``body`` holds. Raises ApiError 400."""
+    return validated(kind, read_object(body))
+
+
+def validated(kind: type[R], value: dict[str, Any]) -> R:
+    """The request that a JSON object is. Raises ApiError 400."""
     try:
-        return kind.model_validate(read_object(body))
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _as_api_error(error) from None
     except RecursionError:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mlx_serve.api.fields import Model, Str, fault
+from mlx_serve.api.fields import Model, Object, Str, fault
 from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function
 
@@ -16,7 +16,7 @@ from mlx_serve.text.grammar import Function
 class _Function(Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Object | None = None
     # Taken, and not enforced where the model is free to call or not: its own format of calls is not constrained.
     strict: bool | None = None
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias
 
 from mlx_serve.core import Event, Job
+from mlx_serve.engine.memory import MemoryUse
 
 
 class Backend(Protocol):
@@ -23,6 +24,14 @@ class Backend(Protocol):
     @property
     def cache_bytes(self) -> int:
         """What prefixes of former prompts hold of memory."""
+
+    @property
+    def n_cached(self) -> int:
+        """How many prefixes are kept. Any thread, as ``cache_bytes`` and ``n_evicted``."""
+
+    @property
+    def n_evicted(self) -> int:
+        """How many were given up for room."""
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """What the KV caches of ``jobs`` can come to, run together. Any thread."""
@@ -64,6 +73,9 @@ class Models(Protocol):
 
     def open(self, name: str) -> Opening:
         """Load a model that is not in memory yet, and make a backend for it."""
+
+    def memory(self) -> MemoryUse:
+        """What it all takes now."""
 
     def unload(self, name: str) -> None:
         """Let a model's weights go."""

@@ -1,8 +1,8 @@
 """Which models a request may name, and where they lie. Touches the file system, never MLX.
 
-A client can only reach what the operator named: the models of the command line, the directories below the model
-directories, or, when neither was given, what the operator has already downloaded into the Hugging Face cache. Nothing
-is downloaded because a client asked for it.
+A client can only reach what the operator named: the models of the command line and the configuration file and their
+aliases, the directories below the model directories, or, when neither was given, what the operator has already
+downloaded into the Hugging Face cache. Nothing is downloaded because a client asked for it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub import scan_cache_dir, snapshot_download
@@ -26,12 +27,20 @@ DEFAULT_NAME = "default_model"
 _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]{0,127}")
 # Model directories are laid out as NAME or as OWNER/NAME.
 _MAX_PARTS = 2
+# Of the names that an operator gives, and of those that a pattern takes.
+MAX_NAME_CHARS = 256
+_NOTHING: Mapping[str, str] = MappingProxyType({})
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that can be served. ``created``: seconds since the epoch. None: its config.json does not say."""
+    """A model that can be served. ``created``: seconds since the epoch. None: its config.json does not say.
+
+    ``base`` names the model that an adapter is on, when both are served. The rest is the operator's, for this model
+    alone: a chat template instead of the tokenizer's, arguments for it, a cap on prompt plus output tokens, and what a
+    request gets when it does not say (by the names of ``api.schema.Defaults``).
+    """
 
     name: str
     path: Path
@@ -39,6 +48,11 @@ class ModelEntry:
     context_tokens: int | None
     vocab_size: int | None
     adapter_path: Path | None = None
+    base: str | None = None
+    chat_template: str = ""
+    template_options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    max_model_len: int | None = None
+    defaults: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 class NotAModelError(Exception):
@@ -60,6 +74,15 @@ def read_entry(name: str, path: Path, adapter_path: Path | None = None) -> Model
     )
 
 
+def context_limit(entry: ModelEntry, max_model_len: int | None) -> int | None:
+    """What prompt and output together may come to, in tokens; ``max_model_len`` is the server's cap. None: nobody says.
+
+    A model's own cap takes the place of the server's.
+    """
+    cap = max_model_len if entry.max_model_len is None else entry.max_model_len
+    return min((limit for limit in (entry.context_tokens, cap) if limit is not None), default=None)
+
+
 def _first_int(settings: dict[str, Any], keys: Sequence[str]) -> int | None:
     values = (settings.get(key) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), None)
@@ -78,7 +101,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class Catalog:
-    """``default`` is the command line's model, which answers to ``names``; ``roots`` are the model directories."""
+    """``default`` answers to ``names`` too, and ``roots`` are the model directories.
+
+    ``models`` are the operator's further models. ``short_names`` and ``aliases`` lead to the name of a model; a listing
+    has the aliases, but for those that are patterns (a "*" stands for any text). An exact name wins over patterns, a
+    longer pattern over a shorter one.
+    """
 
     def __init__(
         self,
@@ -87,29 +115,72 @@ class Catalog:
         roots: Sequence[Path] = (),
         *,
         use_hub_cache: bool = False,
+        models: Sequence[ModelEntry] = (),
+        short_names: Mapping[str, str] = _NOTHING,
+        aliases: Mapping[str, str] = _NOTHING,
     ) -> None:
         self.default = default
-        self._names = frozenset([*names, DEFAULT_NAME]) if default is not None else frozenset()
+        first = [default] if default is not None else []
+        self._models = {entry.name: entry for entry in (*first, *models)}
+        self._unlisted = dict(short_names)
+        if default is not None:
+            self._unlisted |= dict.fromkeys([*names, DEFAULT_NAME], default.name)
+        self._aliases = {name: model for name, model in aliases.items() if "*" not in name}
+        patterns = [name for name in aliases if "*" in name]
+        self._patterns = {name: aliases[name] for name in sorted(patterns, key=len, reverse=True)}
         self._roots = tuple(roots)
         self._use_hub_cache = use_hub_cache
 
     def find(self, name: str | None) -> ModelEntry:
         """The model that a request names; None is the default one. Raises ApiError 404 ``model_not_found``."""
-        if self.default is not None and (name is None or name in self._names):
-            return self.default
-        entry = self._find_below_roots(name) if name else None
-        if entry is None and name and self._use_hub_cache:
-            entry = _find_in_hub_cache(name)
+        return self.look_up(name)[1]
+
+    def look_up(self, name: str | None) -> tuple[str, ModelEntry]:
+        """As ``find``, with the public name of what was found: the alias, if it was one, else the model's name."""
+        if name is None and self.default is not None:
+            return self.default.name, self.default
+        if name and name in self._aliases:
+            return name, self._model(self._aliases[name])
+        entry = self._find_exactly(name) if name else None
+        if entry is not None:
+            return entry.name, entry
+        if name and (model := self._match(name)):
+            return name, self._model(model)
+        raise _not_found(name)
+
+    def models(self) -> list[ModelEntry]:
+        """The operator's own: those that were named one by one, the default first."""
+        return list(self._models.values())
+
+    def entries(self) -> list[ModelEntry]:
+        """All models that could be served, the default first, each name once."""
+        found = self.models()
+        found += [entry for root in self._roots for entry in _entries_below(root)]
+        found += list(_hub_entries()) if self._use_hub_cache else []
+        return list({entry.name: entry for entry in reversed(found)}.values())[::-1]
+
+    def listing(self) -> list[tuple[str, ModelEntry]]:
+        """Public names and what they lead to: the models, and then the aliases whose models are there."""
+        models = {entry.name: entry for entry in self.entries()}
+        aliases = [(name, models[model]) for name, model in self._aliases.items() if model in models]
+        # An alias hides a directory of its name.
+        return [(name, entry) for name, entry in models.items() if name not in self._aliases] + aliases
+
+    def _model(self, name: str) -> ModelEntry:
+        """What an alias leads to; it may have been below a model directory, and be gone."""
+        entry = self._find_exactly(name)
         if entry is None:
             raise _not_found(name)
         return entry
 
-    def entries(self) -> list[ModelEntry]:
-        """All that could be served, the default first, each name once."""
-        found = [self.default] if self.default is not None else []
-        found += [entry for root in self._roots for entry in _entries_below(root)]
-        found += list(_hub_entries()) if self._use_hub_cache else []
-        return list({entry.name: entry for entry in reversed(found)}.values())[::-1]
+    def _find_exactly(self, name: str) -> ModelEntry | None:
+        entry = self._models.get(name) or self._models.get(self._unlisted.get(name, "")) or self._find_below_roots(name)
+        return _find_in_hub_cache(name) if entry is None and self._use_hub_cache else entry
+
+    def _match(self, name: str) -> str | None:
+        if len(name) > MAX_NAME_CHARS or not name.isprintable():
+            return None
+        return next((model for pattern, model in self._patterns.items() if _fits(name, pattern)), None)
 
     def _find_below_roots(self, name: str) -> ModelEntry | None:
         parts = name.split("/")
@@ -117,14 +188,40 @@ class Catalog:
             return None
         for root in self._roots:
             path = root.joinpath(*parts)
-            if _is_inside(path, root) and (path / "config.json").is_file():
+            if (path / "config.json").is_file() and _is_inside(path, root) and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
         return None
+
+
+def _fits(name: str, pattern: str) -> bool:
+    """Whether a pattern with at least one "*" takes a name; each part is looked for once, from left to right.
+
+    Not a regular expression: several "*" would make one backtrack, for as long as a client likes.
+    """
+    first, *middle, last = pattern.split("*")
+    if not name.startswith(first) or not name.endswith(last):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for part in middle:
+        at = name.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return at <= end
 
 
 def _is_inside(path: Path, root: Path) -> bool:
     # Symbolic links may point about inside the root, not out of it.
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def _is_spelled_so(path: Path, n_parts: int) -> bool:
+    """Whether the last parts of a path that exists are written as on disk.
+
+    A Mac's file system opens "QWEN" for "Qwen": each way to write a name would be one more model in memory.
+    """
+    ends = [path, *path.parents][:n_parts]
+    return all(end.name in os.listdir(end.parent) for end in ends)
 
 
 def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
@@ -151,10 +248,11 @@ def _find_in_hub_cache(name: str) -> ModelEntry | None:
     if len(parts) != _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
         return None
     try:
-        path = snapshot_download(name, local_files_only=True, allow_patterns=["config.json"])
+        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound):
         return None
-    return _entry_or_refuse(name, Path(path))
+    # Laid out as models--OWNER--NAME/snapshots/COMMIT.
+    return _entry_or_refuse(name, path) if _is_spelled_so(path.parents[1], 1) else None
 
 
 def _hub_entries() -> Iterator[ModelEntry]:

@@ -9,9 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
 
-from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent
+from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 from mlx_serve.engine.constraints import Constraint, Vocabulary
-from mlx_serve.engine.errors import internal
 from mlx_serve.engine.kv_size import NO_KV, KvSize
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
@@ -95,7 +94,7 @@ class _Guarded:
             processed: mx.array = self.processor(context, logits)
         except Exception:  # whatever it is, it concerns this job and no other one
             log.exception("a logits processor failed")
-            self.choice.fault = internal()
+            self.choice.fault = internal_error()
             return logits
         return processed
 

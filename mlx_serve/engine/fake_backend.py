@@ -13,6 +13,7 @@ from typing import Any
 from mlx_serve.core import GUARD, ApiError, Event, Job, PromptLogprobs, Started, TokenEvent
 from mlx_serve.engine.backend import Backend, Opening
 from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.vocabulary import check_ids
 
 EOS = 256
@@ -45,6 +46,8 @@ class FakeBackend:
     """
 
     cache_bytes = 0
+    n_cached = 0
+    n_evicted = 0
 
     def __init__(
         self,
@@ -264,6 +267,10 @@ class FakeModels:
     def kv_limit(self, names: Collection[str]) -> int | None:
         """As given."""
         return self._kv_limit
+
+    def memory(self) -> MemoryUse:
+        """None of note."""
+        return MemoryUse()
 
     def open(self, name: str) -> Opening:
         """In two slices."""

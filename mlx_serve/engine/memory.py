@@ -10,6 +10,15 @@ RESERVE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """MLX's own figures, in bytes: in use, the most so far, and kept for its next arrays."""
+
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """``total_bytes`` for everything, ``kv_bytes`` at most for KV caches, running and kept. None: no such bound.
 

@@ -69,6 +69,16 @@ class BatchBackend:
         """What kept prefixes hold."""
         return self._loaded.prefix_cache.n_bytes
 
+    @property
+    def n_cached(self) -> int:
+        """Kept prefixes."""
+        return len(self._loaded.prefix_cache)
+
+    @property
+    def n_evicted(self) -> int:
+        """Prefixes given up for room."""
+        return self._loaded.prefix_cache.n_evicted
+
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """A batch's caches are as long as the longest of them."""
         longest = max((len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs), default=0)
@@ -105,7 +115,8 @@ class BatchBackend:
         """A step with up to ``n_tokens`` prompt tokens."""
         events: list[tuple[Job, Event]] = self._start_pending(n_tokens)
         n_prefilling = len(self._prefilling())
-        if not n_prefilling:
+        if self._scoring:
+            n_tokens = max(1, n_tokens // 2) if n_prefilling else n_tokens
             events += self._score(n_tokens)
         # It takes so many tokens of each prompt.
         self._generator.prefill_step_size = max(1, n_tokens // max(1, n_prefilling))
@@ -225,9 +236,7 @@ class BatchBackend:
             self._loaded.prefix_cache.store(running.ids[: running.marks.pop(0)], cache)
 
     def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
-        """Score some of a prompt, if nobody prefills; hand it on when it is done."""
-        if not self._scoring:
-            return []
+        """Score some of a prompt; hand it on when it is done."""
         scoring = self._scoring[0]
         job = scoring.choice.job
         if scoring.step(n_tokens) and scoring.n_left:

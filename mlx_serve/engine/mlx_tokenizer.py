@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from mlx_serve.core import GUARD, ApiError
+from mlx_serve.core import GUARD, TAG, ApiError
 from mlx_serve.engine.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class MlxTokenizer:
         added = {int(token): str(entry.content) for token, entry in wrapper.added_tokens_decoder.items()}
         self.special_ids = _special_ids(wrapper)
         named = {token: str(wrapper.convert_ids_to_tokens(token)) for token in self.special_ids}
-        self.controls: Mapping[int, str] = added | named
+        self.controls: Mapping[int, str] = added | named | self._ordinary_markers()
         self.hidden_ids = self._hidden_ids()
         self._added_ids = frozenset(wrapper.added_tokens_decoder)
         self._byte_level = _is_byte_level(wrapper)
@@ -130,6 +130,18 @@ class MlxTokenizer:
         except _PARSER_ERRORS as error:
             raise ValueError(f"malformed tool call: {error}") from error
         return parsed if isinstance(parsed, list) else [parsed]
+
+    def _ordinary_markers(self) -> dict[int, str]:
+        # Some vocabularies have their markers among the ordinary tokens, where mlx-lm finds them too. If the tokenizer
+        # does not make that one token of a marker, the marker is text.
+        vocabulary = self._wrapper.get_vocab()
+        markers = [*(self.think or ()), *(self.tool_call or ()), *self.structural_markers]
+        found = {marker: vocabulary.get(marker) for marker in markers if TAG.fullmatch(marker)}
+        return {
+            token: marker
+            for marker, token in found.items()
+            if token is not None and self.encode(marker, special=False) == [token]
+        }
 
     def _hidden_ids(self) -> frozenset[int]:
         # Special tokens never reach a client as text, but those that a marker is made of are the answer's own.

@@ -31,7 +31,7 @@ from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.kv_size import measure
-from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget
+from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
@@ -110,7 +110,8 @@ class ModelStore:
         self._disk = disk
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
-        self._tokenizers: OrderedDict[Path, tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
+        # By directory and chat template.
+        self._tokenizers: OrderedDict[tuple[Path, str], tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
         self._lock = Lock()
 
     def tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
@@ -166,6 +167,10 @@ class ModelStore:
                 # Whatever was read of a model that failed half-way.
                 _collect()
         return self._backend(self._loaded[name])
+
+    def memory(self) -> MemoryUse:
+        """MLX's own figures."""
+        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
     def unload(self, name: str) -> None:
         """Let a model go."""
@@ -243,15 +248,17 @@ class ModelStore:
 
     def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         with self._lock:
-            tokenizer = self._tokenizers.pop(entry.path, None) or self._load_tokenizer(entry)
-            self._tokenizers[entry.path] = tokenizer
+            key = (entry.path, entry.chat_template)
+            tokenizer = self._tokenizers.pop(key, None) or self._load_tokenizer(entry)
+            self._tokenizers[key] = tokenizer
             while len(self._tokenizers) > _MAX_TOKENIZERS:
                 self._tokenizers.popitem(last=False)
         return tokenizer
 
     def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         try:
-            wrapper = load_tokenizer(entry.path, self._tokenizer_config, eos_token_ids=_eos_ids(entry.path))
+            settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
+            wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
         except _LOAD_ERRORS as error:
             raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
         if self._use_default_chat_template and wrapper.chat_template is None:

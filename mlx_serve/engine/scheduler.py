@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.core import ApiError, Event, Failed, Job, PromptLogprobs, TokenEvent
+from mlx_serve.core import ApiError, EngineStats, Event, Failed, Job, ModelStats, PromptLogprobs, TokenEvent
 from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.waiting import Waiting
 
 log = logging.getLogger(__name__)
@@ -81,6 +83,10 @@ class Scheduler:
         self._stepping: str | None = None
         # What kept prefixes held when they were last looked at.
         self._bounded_bytes = 0
+        # Of the models that are no longer in memory.
+        self._n_evicted_before = 0
+        # Asked for on the worker thread, as all of MLX is.
+        self._memory = MemoryUse()
         self._served = False
         self._stopped = False
         self._cancelled = False
@@ -132,6 +138,33 @@ class Scheduler:
             n_running = sum(len(slot.running) for slot in self._slots.values())
             return Health(status, tuple(self._slots), len(self._waiting), n_running)
 
+    def stats(self) -> EngineStats:
+        """A snapshot for the metrics."""
+        with self._changed:
+            slots = dict(self._slots)
+            waiting = Counter(job.model for job in self._waiting)
+            memory = self._memory
+        models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
+        return EngineStats(
+            waiting=waiting.total(),
+            running=sum(model.running for model in models),
+            models=models,
+            kv_bytes=sum(model.kv_bytes for model in models),
+            prefix_cache_bytes=sum(slot.backend.cache_bytes for slot in slots.values()),
+            prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
+            evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
+            weights_bytes=sum(model.weights_bytes for model in models),
+            active_bytes=memory.active_bytes,
+            peak_bytes=memory.peak_bytes,
+            cache_bytes=memory.cache_bytes,
+        )
+
+    def _model_stats(self, name: str, slot: _Slot, n_waiting: int) -> ModelStats:
+        # A copy at one go: the worker thread takes jobs out without the lock.
+        running = list(slot.running)
+        kv_bytes = slot.backend.kv_bytes(running) if running else 0
+        return ModelStats(name, n_waiting, len(running), self._models.weights_bytes(name), kv_bytes)
+
     # Called by the worker thread.
 
     def step(self) -> bool:
@@ -155,6 +188,7 @@ class Scheduler:
             self._stepping = None
             slot.used_s = self._clock()
         self._bound_caches()
+        self._memory = self._models.memory()
         return bool(active) or self._opening is not None
 
     def wait(self) -> None:
@@ -167,6 +201,7 @@ class Scheduler:
         self._open(name)
         while self._opening is not None:
             self._continue_opening()
+        self._memory = self._models.memory()
 
     def recover(self, error: ApiError) -> None:
         """After ``step`` raised: fail those whom it concerns, so that the next step can go on.
@@ -179,11 +214,22 @@ class Scheduler:
         if job is not None:
             self._fail(self._take(lambda other: other is job), error)
         elif name is not None:
-            slot = self._slots.pop(name)
+            with self._changed:
+                slot = self._slots.pop(name)
+            # Memory may be what was wanting.
+            slot.backend.shrink_cache(0)
             self._fail(slot.running, error)
+            self._make_anew(name)
         elif self._opening is not None:
             (name, _), self._opening = self._opening, None
             self._fail(self._take(lambda other: other.model == name), error)
+
+    def _make_anew(self, name: str) -> None:
+        """A backend on weights that are still in memory."""
+        if self._opening is None:
+            self._opening = (name, self._models.open(name))
+        else:
+            self._models.unload(name)
 
     def stop(self) -> None:
         """Refuse new jobs and fail all others. Any thread may call it; the worker's loop then ends."""
@@ -206,8 +252,10 @@ class Scheduler:
             self._fail(slot.running, _stopping())
             slot.running.clear()
         self._fail(self._take(lambda _: True), _stopping())
-        while self._slots:
-            self._slots.popitem()[1].backend.close()
+        with self._changed:
+            slots, self._slots = self._slots, {}
+        for slot in slots.values():
+            slot.backend.close()
 
     # Letting go.
 
@@ -248,8 +296,10 @@ class Scheduler:
 
     def _open(self, name: str) -> None:
         """Begin to load a model; whoever has to give room for it must be idle by now."""
+        # Nobody has to go for a model that is too large by itself: opening it says so.
+        fits_alone = self._models.has_room([name])
         for other in list(self._slots):
-            if self._models.has_room([*self._slots, name]):
+            if not fits_alone or self._models.has_room([*self._slots, name]):
                 break
             if not self._slots[other].running:
                 self._unload(other)
@@ -276,6 +326,7 @@ class Scheduler:
     def _unload(self, name: str) -> None:
         with self._changed:
             slot = self._slots.pop(name)
+            self._n_evicted_before += slot.backend.n_evicted
         slot.backend.close()
         # Not a name more may hold it, or the old model stays in memory beside the new one.
         del slot
@@ -375,23 +426,21 @@ class Scheduler:
 
     def _bound_caches(self) -> None:
         """After a step may have kept more prefixes."""
-        cached = self._cached_bytes()
-        if cached > self._bounded_bytes:
+        if self._cached_bytes() > self._bounded_bytes:
             limit = self._models.kv_limit(list(self._slots))
             if limit is not None:
                 self._shrink_caches(limit - self._running_bytes())
-                cached = self._cached_bytes()
-        self._bounded_bytes = cached
 
     def _shrink_caches(self, max_bytes: int) -> None:
         """The least recently used model's prefixes go first."""
         excess = self._cached_bytes() - max(0, max_bytes)
         for slot in self._slots.values():
             if excess <= 0:
-                return
+                break
             held = slot.backend.cache_bytes
             slot.backend.shrink_cache(max(0, held - excess))
             excess -= held - slot.backend.cache_bytes
+        self._bounded_bytes = self._cached_bytes()
 
     def _check_size(self, jobs: Iterable[Job]) -> None:
         """What can't ever fit is refused before it queues, when its model is in memory and can tell."""

@@ -55,6 +55,16 @@ class SingleBackend:
         """What kept prefixes hold."""
         return self._loaded.prefix_cache.n_bytes
 
+    @property
+    def n_cached(self) -> int:
+        """Kept prefixes."""
+        return len(self._loaded.prefix_cache)
+
+    @property
+    def n_evicted(self) -> int:
+        """Prefixes given up for room."""
+        return self._loaded.prefix_cache.n_evicted
+
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """The sum, though but one of them runs at a time."""
         return sum(self._kv_bytes(len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)

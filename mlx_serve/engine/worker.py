@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
 
-from mlx_serve.engine.errors import internal
+from mlx_serve.core import internal_error
 from mlx_serve.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -60,4 +60,4 @@ class Worker(Thread):
                 self._scheduler.wait()
         except Exception:  # the thread boundary: whatever went wrong in a step concerns its requests, not the server
             log.exception("a generation step failed")
-            self._scheduler.recover(internal())
+            self._scheduler.recover(internal_error())

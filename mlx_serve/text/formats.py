@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mlx_serve.core import Gate
+from mlx_serve.core import TAG, Gate
 from mlx_serve.text import harmony
 from mlx_serve.text.pieces import Region, Splitter, Symbols
 from mlx_serve.text.stream import Layout, RegionSplitter
@@ -19,8 +19,6 @@ from mlx_serve.text.toolcalls import HERMES, CallFormat, ForcedCall, call_format
 _MORE_THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 _REGIONS: Mapping[str, Region] = {"normal": "content", "reasoning": "reasoning", "tool": "call", "header": "header"}
 _MAX_KEPT = 16
-# What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
-_TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
 # A template that opens the reasoning does so at the very end of the prompt.
 _TAIL_TOKENS = 16
 
@@ -141,5 +139,5 @@ def formats(tokenizer: Tokenizer) -> Formats:
 
 
 def _in_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[int, str]:
-    tags = {token: text for token, text in tokenizer.controls.items() if _TAG.fullmatch(text)}
+    tags = {token: text for token, text in tokenizer.controls.items() if TAG.fullmatch(text)}
     return {token: text for token, text in tags.items() if any(text in marker for marker in markers)}

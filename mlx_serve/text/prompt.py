@@ -34,11 +34,13 @@ def chat_prompt(
     tools: Sequence[Any] | None = None,
     options: Mapping[str, Any] | None = None,
     role_mapping: Mapping[str, str] | None = None,
+    prefill: str = "",
 ) -> Prompt:
     """The prompt for the assistant's next turn.
 
-    ``messages`` have string content. ``options`` go to the chat template. Raises ApiError 400 when the template
-    refuses them, also after they were brought into a form that more templates take.
+    ``messages`` have string content. ``options`` go to the chat template. ``prefill`` is the beginning of that turn's
+    text, for the model to go on from. Raises ApiError 400 when the template refuses them, also after they were brought
+    into a form that more templates take, and when the model's format has no place for a prefill.
     """
     found = formats(tokenizer)
     guarded = _guarded(found, messages)
@@ -49,9 +51,23 @@ def chat_prompt(
         guarded, offered = with_definitions(guarded, offered, found.calls), []
     if not tokenizer.has_chat_template:
         text = plain_chat(guarded, role_mapping or DEFAULT_ROLE_MAPPING)
+        text += f" {_guard(tokenizer, is_own=False).text(prefill)}" if prefill else ""
         return Prompt(tuple(tokenizer.encode(text, special=True)))
     tokens = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
+    if prefill:
+        return Prompt((*tokens, *_begun(found, tokens, prefill)))
     return Prompt(tuple(tokens), in_reasoning=found.ends_in_reasoning(tokens))
+
+
+def _begun(found: Formats, tokens: Sequence[int], text: str) -> list[int]:
+    """The beginning of an answer, behind the prompt for it. Reasoning that the template opened is ended first."""
+    tokenizer = found.tokenizer
+    if found.is_harmony or tokenizer.initial_region not in (None, "normal"):
+        raise ApiError(400, "This model cannot go on from the beginning of an assistant's message.", param="messages")
+    text = _guard(tokenizer, is_own=False).text(text)
+    if found.think is not None and found.ends_in_reasoning(tokens):
+        text = f"{found.think[1]}\n\n{text}"
+    return tokenizer.encode(text, special=False)
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
@@ -148,7 +164,8 @@ def _filled(tools: Sequence[Any]) -> list[Any]:
 def _renderings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages, and then in forms that more templates take: a call's arguments as text or wrapped, turns joined."""
     merged = merge_turns(messages)
-    for form in (list(messages), merged, _without_system(merged)):
+    folded = _with_text_in_results(merged)
+    for form in (list(messages), merged, _without_system(merged), folded, _without_system(folded)):
         for way in ("object", "text", "wrapped"):
             yield [_with_arguments(message, way) for message in form]
 
@@ -194,6 +211,17 @@ def merge_turns(messages: Sequence[Message]) -> list[Message]:
 def _may_join(first: Message, second: Message) -> bool:
     same = first["role"] == second["role"] and first["role"] in ("user", "assistant")
     return same and not (first.keys() | second.keys()) & {"tool_calls", "reasoning_content", "thinking"}
+
+
+def _with_text_in_results(messages: Sequence[Message]) -> list[Message]:
+    """For templates that want an answer right behind a tool's result: what a user adds to it goes into it."""
+    out: list[Message] = []
+    for message in messages:
+        if out and (out[-1]["role"], message["role"]) == ("tool", "user"):
+            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n\n{message['content']}"}
+        else:
+            out.append(message)
+    return out
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:

@@ -47,17 +47,23 @@ class StopCutter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._pending = ""
-        self.stopped = False
+        # The string that ended the text.
+        self.match: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one of them has ended the text."""
+        return self.match is not None
 
     def feed(self, text: str) -> str:
-        """The text that is certainly before any stop string. After a match ``stopped`` is True and nothing comes."""
+        """The text that is certainly before any stop string. After a match nothing comes."""
         if self.stopped:
             return ""
         self._pending += text
-        match = _first(self._pending, self._stops)
-        if match is not None:
-            self.stopped = True
-            out, self._pending = self._pending[: match[0]], ""
+        found = _first(self._pending, self._stops)
+        if found is not None:
+            start, self.match = found
+            out, self._pending = self._pending[:start], ""
             return out
         keep = held_back(self._pending, self._stops)
         cut = len(self._pending) - keep

@@ -43,12 +43,12 @@ def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, st
     if not _host_allowed(policy, authority):
         raise ApiError(403, "this host name is not allowed here", code="host_not_allowed")
     origin = headers.get("origin")
-    if origin is not None and not (_origin_allowed(policy, origin) or _same_origin(origin, authority)):
-        raise ApiError(403, "this origin is not allowed here", code="origin_not_allowed")
+    if origin is not None and not _origin_allowed(policy, origin):
+        _check_own_page(policy, origin, authority)
     if path not in policy.open_paths and not is_preflight(method, headers) and not _key_given(policy, headers):
         raise ApiError(
             401,
-            "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY.",
+            "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY or x-api-key: KEY.",
             code="invalid_api_key",
             headers=(("WWW-Authenticate", "Bearer"),),
         )
@@ -65,7 +65,7 @@ def cors_fields(policy: AccessPolicy, headers: Mapping[str, str]) -> Fields:
         return ()
     return (
         ("Access-Control-Allow-Origin", origin),
-        ("Access-Control-Expose-Headers", "x-request-id, retry-after"),
+        ("Access-Control-Expose-Headers", "x-request-id, request-id, retry-after"),
         ("Vary", "Origin"),
     )
 
@@ -92,6 +92,27 @@ def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
     if "*" in policy.allowed_origins:
         return origin == "null" or _ORIGIN.fullmatch(origin) is not None
     return origin in policy.allowed_origins
+
+
+def _check_own_page(policy: AccessPolicy, origin: str, authority: str | None) -> None:
+    """Raises ApiError 403 unless the page that asks came from this server."""
+    if not _same_origin(origin, authority):
+        raise ApiError(403, "this origin is not allowed here", code="origin_not_allowed")
+    if _rebindable(policy, authority or ""):
+        text = "this origin is not allowed here: the server does not know its own name (--allowed-hosts)"
+        raise ApiError(403, text, code="origin_not_allowed")
+
+
+def _rebindable(policy: AccessPolicy, authority: str) -> bool:
+    """Whether somebody else's page could have this name, pointed here: any host is taken, and no key is needed.
+
+    Not an address, nor a name that only the local network gives.
+    """
+    hosts_are_checked = (policy.loopback_only or policy.allowed_hosts) and "*" not in policy.allowed_hosts
+    if hosts_are_checked or policy.api_keys:
+        return False
+    host = authority.lower().removesuffix(_port(authority))
+    return "." in host and not host.endswith(".local") and not _is_address(host)
 
 
 def _same_origin(origin: str, authority: str | None) -> bool:
@@ -124,12 +145,15 @@ def _port(authority: str) -> str:
 
 
 def _loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
+    return host == "localhost" or (_is_address(host) and ip_address(host.strip("[]")).is_loopback)
+
+
+def _is_address(host: str) -> bool:
     try:
-        return ip_address(host.strip("[]")).is_loopback
+        ip_address(host.strip("[]"))
     except ValueError:
         return False
+    return True
 
 
 def _key_given(policy: AccessPolicy, headers: Mapping[str, str]) -> bool:

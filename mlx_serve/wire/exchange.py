@@ -22,10 +22,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from mlx_serve.core import ApiError, ClientGone, RawRequest, Response
+from mlx_serve.core import ApiError, ClientGone, RawRequest, Response, internal_error
 from mlx_serve.wire import access
 from mlx_serve.wire.admission import admit, check_expectation
 from mlx_serve.wire.body import LengthBody, body_decoder
+from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import Head, Refusal
 from mlx_serve.wire.intake import receive_body
@@ -38,6 +39,8 @@ Ending: TypeAlias = Literal["kept", "closed", "gone"]
 
 _log = logging.getLogger("mlx_serve.wire")
 
+# The date of the REST API's contract, which OpenAI has sent with every answer since.
+OPENAI_VERSION = "2020-10-01"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # Up to this size a refused body is read, so that the connection can be kept.
@@ -55,6 +58,7 @@ class Setting:
     options: ServerOptions
     application: Application
     draining: Callable[[], bool]
+    bodies: BodyBudget
 
 
 class Exchange:
@@ -70,6 +74,8 @@ class Exchange:
         self._notes: dict[str, str | int] = {}
         self._n_written_before = channel.n_written
         self._n_body = 0
+        # Of the budget for all bodies.
+        self._n_held = 0
         # Where the body ends is known and it has been read up to there: the next byte begins a request.
         self._in_step = self._head is not None and self._head.body in (None, 0)
         self._kept = False
@@ -87,6 +93,7 @@ class Exchange:
             _log.exception("request %s failed", self._request_id)
             self._fail()
         finally:
+            self._setting.bodies.release(self._n_held)
             self._write_log(status or self._reply.status)
         if status:
             return "gone"
@@ -158,7 +165,8 @@ class Exchange:
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes)
+        now, query = time.monotonic(), head.target.partition("?")[2]
+        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now, query)
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options
@@ -169,11 +177,15 @@ class Exchange:
         # Just before the body is read, and not when it is already coming (RFC 9110 10.1.1).
         if head.expect is not None and not self._channel.leftover:
             self._channel.write(_CONTINUE)
-        body = receive_body(self._channel, decoder, options, options.body_timeout_s)
+        body = receive_body(self._channel, decoder, options, options.body_timeout_s, self._hold)
         self._in_step = True
         self._n_body = len(body)
         self._log_body("request", body)
         return body
+
+    def _hold(self, n_bytes: int) -> None:
+        self._setting.bodies.hold(n_bytes)
+        self._n_held += n_bytes
 
     def _discard_body(self, head: Head) -> None:
         """Reads the body of a request that is refused, if that is cheap and sure; else the connection will close."""
@@ -181,7 +193,7 @@ class Exchange:
             return
         options = self._setting.options
         try:
-            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s)
+            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s, lambda _: None)
             self._in_step = True
         except Refusal as refusal:
             self._note("discard", refusal.message)
@@ -194,7 +206,7 @@ class Exchange:
     def _fields(self) -> Fields:
         options = self._setting.options
         ms = int((time.monotonic() - self._started) * 1000)
-        own = (("Server", options.server_name), ("x-request-id", self._request_id), ("openai-processing-ms", str(ms)))
+        own = (*own_fields(options, self._request_id), ("openai-processing-ms", str(ms)))
         return own + (access.cors_fields(options.access, self._head.headers) if self._head else ())
 
     def _fail(self) -> None:
@@ -204,12 +216,12 @@ class Exchange:
             self._note("broken", "the stream failed")
             return
         with suppress(ClientGone):  # the failure is in the log; that nobody waits for its status is no other one
-            message = f"internal error, request id {self._request_id}"
-            self._send(self._error(ApiError(500, message, type="server_error")))
+            self._send(self._error(internal_error(self._request_id)))
 
     def _error(self, error: ApiError) -> Response:
         """The application's words, with the header fields of the error if it left them out."""
-        response = self._setting.application.error(error)
+        path = self._head.path if self._head is not None else ""
+        response = self._setting.application.error(error, path, self._request_id)
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
         return replace(response, headers=response.headers + missing)
@@ -233,7 +245,17 @@ class Exchange:
             client=self._client,
             notes=self._notes,
         )
-        log_request(entry, self._setting.options.log_format)
+        options = self._setting.options
+        is_routine = entry.path in options.quiet_paths and entry.status < 400
+        log_request(entry, options.log_format, logging.DEBUG if is_routine else logging.INFO)
+        options.on_end(entry)
+
+
+def own_fields(options: ServerOptions, request_id: str) -> Fields:
+    """What every reply says of itself."""
+    # The id by OpenAI's name and by Anthropic's: their clients read one each.
+    ids = (("x-request-id", request_id), ("request-id", request_id))
+    return (("Server", options.server_name), *ids, ("openai-version", OPENAI_VERSION))
 
 
 def new_request_id() -> str:

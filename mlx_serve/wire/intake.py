@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 from mlx_serve.wire.body import BodyDecoder
 from mlx_serve.wire.channel import Channel
@@ -29,7 +30,10 @@ def receive_head(channel: Channel, limits: FramingLimits, raw: bytes, deadline: 
     return head
 
 
-def receive_body(channel: Channel, decoder: BodyDecoder, options: ServerOptions, timeout_s: float) -> bytes:
+def receive_body(
+    channel: Channel, decoder: BodyDecoder, options: ServerOptions, timeout_s: float, hold: Callable[[int], None]
+) -> bytes:
+    """``hold`` is told of bytes before they are kept, and may raise."""
     started = time.monotonic()
     body = bytearray()
     n_received = 0
@@ -39,6 +43,7 @@ def receive_body(channel: Channel, decoder: BodyDecoder, options: ServerOptions,
             raise Refusal(400, "the connection ended inside the request body (RFC 9112 8)")
         n_received += len(raw)
         fed = decoder.feed(raw)
+        hold(len(fed.body))
         body += fed.body
         if fed.leftover is not None:
             channel.leftover = fed.leftover

@@ -161,8 +161,9 @@ class Listener(ThreadingHTTPServer):
             target=self.process_request_thread, args=(request, client_address), name="http-connection", daemon=True
         )
         if not self._roster.enter(request, thread):
+            reply = self._full()
             # Under TLS nothing can be said before the handshake.
-            self._doorstep.turn_away(request, b"" if self._tls else self._full())
+            self._doorstep.turn_away(request, b"" if self._tls else reply)
             return
         try:
             thread.start()

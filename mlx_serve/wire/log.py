@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-access_log = logging.getLogger("mlx_serve.access")
+from mlx_serve.core import ACCESS_LOG
+
+access_log = logging.getLogger(ACCESS_LOG)
 
 _PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII but blank, quote, equals sign and backslash
 _MAX_TEXT = 1024
@@ -43,9 +45,9 @@ class RequestLog:
         return own | {name: value for name, value in self.notes.items() if name not in own}
 
 
-def log_request(entry: RequestLog, form: Literal["text", "json"]) -> None:
-    if access_log.isEnabledFor(logging.INFO):
-        access_log.info("%s", as_json(entry) if form == "json" else as_text(entry))
+def log_request(entry: RequestLog, form: Literal["text", "json"], level: int = logging.INFO) -> None:
+    if access_log.isEnabledFor(level):
+        access_log.log(level, "%s", as_json(entry) if form == "json" else as_text(entry))
 
 
 def as_text(entry: RequestLog) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from mlx_serve.core import ApiError, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
+from mlx_serve.wire.log import RequestLog
 
 
 class Application(Protocol):
@@ -18,7 +20,8 @@ class Application(Protocol):
 
     def __call__(self, request: RawRequest) -> Response: ...
 
-    def error(self, err: ApiError) -> Response: ...
+    def error(self, err: ApiError, path: str, request_id: str) -> Response:
+        """The reply that an error becomes, in the words of the route's clients; ``path`` is "" when it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,13 @@ class ServerOptions:
     # How long a client may go on sending after a refusal, so that it reads the reply instead of a reset.
     linger_s: float = 2.0
     max_connections: int = 512
+    max_total_body_bytes: int = 256 * 2**20
     backlog: int = 1024
     tls_cert: str | None = None
     tls_key: str | None = None
     server_name: str = "mlx-serve"
     log_format: Literal["text", "json"] = "text"
+    # Asked every few seconds by machines: their log lines are for level DEBUG, unless something went wrong.
+    quiet_paths: frozenset[str] = frozenset()
+    # Told of each request when it has ended, on the thread that served it.
+    on_end: Callable[[RequestLog], None] = lambda entry: None

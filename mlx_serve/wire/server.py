@@ -12,8 +12,10 @@ from __future__ import annotations
 import logging
 
 from mlx_serve.wire.admission import unavailable
-from mlx_serve.wire.exchange import Setting, new_request_id
+from mlx_serve.wire.body_budget import BodyBudget
+from mlx_serve.wire.exchange import Setting, new_request_id, own_fields
 from mlx_serve.wire.listener import Listener
+from mlx_serve.wire.log import RequestLog
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Manner, whole
 from mlx_serve.wire.roster import Roster
@@ -30,7 +32,9 @@ class Server:
         self._application = application
         self._options = options
         self._roster = Roster(options.max_connections)
-        self._setting = Setting(options, application, lambda: self._roster.draining)
+        self._setting = Setting(
+            options, application, lambda: self._roster.draining, BodyBudget(options.max_total_body_bytes)
+        )
         self._listener = Listener(self._setting, self._roster, self._full)
 
     @property
@@ -63,7 +67,10 @@ class Server:
 
     def _full(self) -> bytes:
         error = unavailable("too many connections", code="too_many_connections")
-        response = self._application.error(error)
+        # Nothing was read of the request, so its path is not known.
+        request_id = new_request_id()
+        response = self._application.error(error, "", request_id)
         body = response.body if isinstance(response.body, bytes) else b""
-        fields = (("Server", self._options.server_name), ("x-request-id", new_request_id()), *error.headers)
-        return whole(response, body, fields, Manner())
+        notes = {"error": error.code or error.type}
+        self._options.on_end(RequestLog("-", "-", error.status, 0, len(body), 0.0, request_id, "-", notes))
+        return whole(response, body, own_fields(self._options, request_id) + error.headers, Manner())

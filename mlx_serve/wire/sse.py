@@ -5,15 +5,21 @@ from __future__ import annotations
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: str) -> bytes:
+def event(data: str, name: str = "") -> bytes:
+    """``name`` is for clients that tell events apart by it; without one there is no line for it."""
     # A line break would end the field and begin another one: such data is the caller's fault, not the client's.
-    if "\n" in data or "\r" in data:
-        raise ValueError("the data of an event is one line")
-    return f"data: {data}\n\n".encode()
+    if _breaks(data) or _breaks(name):
+        raise ValueError("the data of an event is one line, and so is its name")
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: {data}\n\n".encode()
 
 
 def comment(text: str) -> bytes:
     """A line that clients skip; it keeps the connection open."""
-    if "\n" in text or "\r" in text:
+    if _breaks(text):
         raise ValueError("a comment is one line")
     return f": {text}\n\n".encode()
+
+
+def _breaks(text: str) -> bool:
+    return "\n" in text or "\r" in text

@@ -122,7 +122,8 @@ COMPLETION_CHUNK = _answer(
     {"usage": _or_null(USAGE)},
 )
 MODEL = _MODEL
-MODELS = _object({"object": {"const": "list"}, "data": _list_of(_MODEL)})
+# With the places of a page, which are Anthropic's.
+MODELS = _object({"object": {"const": "list"}, "data": _list_of(_MODEL)}, closed=False)
 ERROR = _object(
     {"error": _object({"message": FILLED, "type": FILLED, "param": _or_null(FILLED), "code": _or_null(FILLED)})}
 )

@@ -10,8 +10,11 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
+import mlx.core as mx
 import pytest
-from tinymodel import write_model
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from tinymodel import tiny_llama, write_model
 
 DEADLINE_S = 60
 
@@ -88,12 +91,88 @@ def test_a_model_directory_serves_what_a_request_names(model):
         assert ask(port)[1]["error"]["code"] == "model_not_found"
 
 
+def test_a_grammar_that_does_not_fit_the_model_is_refused_by_its_field(model):
+    pytest.importorskip("llguidance")
+    with command("--model", model, "--port", 0) as process:
+        _, port = ready(process)
+        status, body = ask(port, stream=True, guided_grammar="start: <|no_such_token|>")
+        assert (status, body["error"]["param"]) == (400, "guided_grammar")
+
+
 def test_served_names_take_the_place_of_the_directory_s(model):
     with command("--model", model, "--port", 0, "--served-model-name", "a", "b") as process:
         _, port = ready(process)
         assert ask(port, model="a")[1]["model"] == "a"
         assert ask(port, model="b")[1]["model"] == "a"
         assert ask(port, model="tiny")[0] == 404
+
+
+def write_adapter(path):
+    """LoRA weights for the tiny model that change what it says, as mlx_lm.lora writes them."""
+    model = tiny_llama()
+    settings = {"rank": 4, "scale": 20.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 2, settings)
+    weights = {name: mx.random.normal(w.shape) for name, w in tree_flatten(model.parameters()) if "lora_" in name}
+    path.mkdir()
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def get(port, path):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+    try:
+        connection.request("GET", path)
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+def test_several_models_and_adapters(model, tmp_path):
+    second = write_model(tmp_path / "second", seed=2)
+    adapter = write_adapter(tmp_path / "lora")
+    argv = ["--model", model, "--model", f"two={second}", "--adapter", f"sql={adapter}", "--alias", "gpt-*=two"]
+    with command(*argv, "--port", 0) as process:
+        line, port = ready(process)
+        assert "model: tiny and 2 more" in line
+        assert [m["id"] for m in get(port, "/v1/models")["data"] if m["loaded"]] == ["tiny"]
+        texts = {}
+        for name in ("tiny", "two", "sql"):
+            status, body = ask(port, model=name, max_tokens=12)
+            assert (status, body["model"]) == (200, name)
+            texts[name] = body["choices"][0]["text"]
+        assert len(set(texts.values())) == 3
+        assert ask(port, model="gpt-4o", max_tokens=12)[1]["choices"][0]["text"] == texts["two"]
+        assert ask(port, max_tokens=12)[1]["choices"][0]["text"] == texts["tiny"]
+        assert [(m["id"], m["root"]) for m in get(port, "/v1/models")["data"]] == [
+            *(("tiny", "tiny"), ("two", "two"), ("sql", "tiny"))
+        ]
+
+
+def test_a_file_says_it_all(model, tmp_path):
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        f"""
+        port = 0
+        max_queue = 9
+        [[models]]
+        name = "main"
+        path = "{model}"
+        aliases = ["other"]
+        max_model_len = 99
+        [models.defaults]
+        max_tokens = 2
+        """
+    )
+    with command("--config", file, "--max-queue", 7) as process:
+        line, port = ready(process)
+        assert "model: main |" in line
+        assert "context 99" in line
+        assert "queue 7" in line
+        body = {"model": "other", "messages": [{"role": "user", "content": "hi"}], "prompt": None, "max_tokens": None}
+        status, answer = ask(port, "/v1/chat/completions", **body)
+        assert (status, answer["model"], answer["usage"]["completion_tokens"]) == (200, "main", 2)
 
 
 def refused(*args):
@@ -113,6 +192,12 @@ def test_start_up_errors_are_one_line(model, tmp_path):
     assert "model directory not found" in refused("--model-dir", tmp_path / "missing")
     assert "exclude" in refused("--demo", "--model", model)
     assert "need --model" in refused("--served-model-name", "x")
+    assert "no model is called 'b'" in refused("--model", model, "--alias", "a=b")
+    assert "model not found" in refused("--model", model, "--model", tmp_path / "missing")
+    file = tmp_path / "serve.toml"
+    assert f"cannot read {file}" in refused("--config", file)
+    file.write_text("max_tokns = 5")
+    assert "did you mean max_tokens?" in refused("--config", file)
 
 
 def test_unreadable_weights_are_one_line(tmp_path):

@@ -45,11 +45,11 @@ def job(prompt, max_tokens=12, **sampling):
     return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
 
 
-def offline(model, prompt, max_tokens=12):
+def offline(model, prompt, max_tokens=12, **options):
     """mlx-lm's own greedy generation, up to the end token."""
     out = []
     for token, _ in generate_step(
-        mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=make_prompt_cache(model)
+        mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=make_prompt_cache(model), **options
     ):
         out.append(int(token))
         if token == EOS:
@@ -201,13 +201,20 @@ def test_ids_outside_of_the_vocabulary_never_reach_mlx(model, make, prompt, samp
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_quantized_kv_cache_generates():
+def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():
     wide = tiny_llama(head_dim=32)
-    backend = single_of(wide, SingleOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0))
-    for _ in range(2):
-        a = job(PROMPTS[3], 4)
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
+    want = offline(wide, PROMPTS[3], **options)
+    # Four bits are felt, or nothing would be shown here.
+    assert want != offline(wide, PROMPTS[3])
+    backend = single_of(wide, SingleOptions(**options))
+    # The second time out of the prefix cache, which holds the first one's.
+    for cached_tokens in (0, len(PROMPTS[3]) - 1):
+        a = job(PROMPTS[3])
         backend.insert(a)
-        assert len(run(backend, [a])[0]) == 4
+        started, *begun = [event for _, event in backend.step(GAP_S)]
+        assert started == Started(0, cached_tokens)
+        assert tokens([*begun, *run(backend, [a])[0]]) == want
 
 
 def test_a_draft_model_changes_no_token(model):

@@ -180,6 +180,14 @@ def test_a_failing_step_keeps_the_weights_in_memory(root):
     assert opened(store, "one")._loaded is opened(store, "one")._loaded
 
 
+def test_the_memory_is_mlx_s_own(root):
+    _, store = store_of(root)
+    backend = opened(store, "one")
+    memory = store.memory()
+    assert memory.peak_bytes >= memory.active_bytes > 0
+    assert (backend.n_cached, backend.n_evicted) == (0, 0)
+
+
 def test_locate_takes_a_directory_as_it_is(root):
     assert locate(str(root / "one")) == root / "one"
 

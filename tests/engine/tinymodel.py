@@ -1,14 +1,18 @@
 """A tiny random Llama in MLX, and in a directory as mlx-lm loads it, for the tests of the engine."""
 
+import importlib
 import json
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_lm import tokenizer_utils
 from mlx_lm.models import gemma3_text, lfm2, llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mlx_serve.engine.choice import Loaded
+from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
 
 VOCAB_SIZE = 260
@@ -95,14 +99,33 @@ def loaded(model, *, max_sequences: int = 10, draft_model=None) -> Loaded:
     return Loaded(model, VOCAB_SIZE, frozenset([EOS]), (10, EOS), PrefixCache(max_sequences, None), draft_model)
 
 
-def byte_tokenizer() -> Tokenizer:
-    """A token for each byte, and two control tokens."""
+def byte_tokenizer(words=(), *, splits: bool = True) -> Tokenizer:
+    """A token for each byte and each of ``words``, and control tokens. ``splits``: a text is first cut into words."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    begun = [word[:i] for word in words for i in range(2, len(word) + 1)]
+    merges = [(part[:-1], part[-1]) for part in begun]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *dict.fromkeys(begun)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(dict.fromkeys(merges))))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|start|>", "<|end|>", "<|pad|>", "<|x|>"])
     return tokenizer
+
+
+def mlx_tokenizer(
+    backend=None, *, special=(), added=(), template=None, tool_parser_type=None, **kwargs
+) -> MlxTokenizer:
+    """mlx-lm's wrapper around bytes and some control tokens, as its ``load`` makes it."""
+    backend = backend or byte_tokenizer()
+    backend.add_special_tokens(list(special))
+    backend.add_tokens(list(added))
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=template)
+    kind = tool_parser_type or tokenizer_utils._infer_tool_parser(wrapped)
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{kind}") if kind else None
+    markers = {"tool_parser": module.parse_tool_call, "tool_call_start": module.tool_call_start} if module else {}
+    if module:
+        markers["tool_call_end"] = module.tool_call_end
+    return MlxTokenizer(tokenizer_utils.TokenizerWrapper(wrapped, **markers, **kwargs))
 
 
 def write_model(path: Path, seed: int = 0, **config) -> Path:

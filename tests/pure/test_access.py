@@ -127,6 +127,66 @@ def test_same_origin_knows_the_default_ports(origin: str, authority: str) -> Non
     assert verdict(OPEN, {"origin": origin}, authority=authority) == 200
 
 
+# A page is served at /, and its own origin passes. Without a key, and where every host name is taken, somebody else's
+# page could have that origin: its name is pointed at this server after it was loaded (DNS rebinding).
+OPEN_BIND = AccessPolicy(loopback_only=False)
+
+
+@pytest.mark.parametrize(("policy", "name", "status"), [
+    (OPEN, "localhost:8080", 200),
+    (OPEN, "evil.example:8080", 403),
+    (OPEN_BIND, "192.168.0.7:8080", 200),
+    (OPEN_BIND, "[fd00::7]:8080", 200),
+    (OPEN_BIND, "mac.local:8080", 200),
+    (OPEN_BIND, "MAC.Local", 200),
+    (OPEN_BIND, "studio:8080", 200),
+    (OPEN_BIND, "localhost", 200),
+    (OPEN_BIND, "evil.example:8080", 403),
+    (OPEN_BIND, "evil.example", 403),
+    (OPEN_BIND, "192.168.0.7.evil.example", 403),
+    (OPEN_BIND, "mac.local.evil.example", 403),
+    (OPEN_BIND, "evil.", 403),
+    (OPEN_BIND, "1.2.3", 403),
+    (AccessPolicy(loopback_only=False, allowed_hosts=("ai.example",)), "ai.example", 200),
+    (AccessPolicy(loopback_only=False, allowed_hosts=("ai.example",)), "evil.example", 403),
+    (AccessPolicy(loopback_only=False, allowed_hosts=("*",)), "evil.example", 403),
+    (AccessPolicy(loopback_only=True, allowed_hosts=("*",)), "evil.example", 403),
+    (AccessPolicy(loopback_only=True, allowed_hosts=("*",)), "localhost", 200),
+])  # fmt: skip
+def test_the_own_page_passes_but_under_no_name_that_can_be_rebound(
+    policy: AccessPolicy, name: str, status: int
+) -> None:
+    assert verdict(policy, {"origin": f"http://{name}"}, authority=name) == status
+
+
+def test_with_a_key_a_rebound_page_may_ask_since_it_has_none() -> None:
+    policy = AccessPolicy(api_keys=("k",), loopback_only=False)
+    headers = {"origin": "http://ai.example"}
+    assert verdict(policy, headers, authority="ai.example") == 401
+    assert verdict(policy, headers | {"authorization": "Bearer k"}, authority="ai.example") == 200
+
+
+@pytest.mark.parametrize(("origin", "authority"), [
+    ("http://192.168.0.7:8080", "192.168.0.7:8081"),
+    ("http://192.168.0.7:8080", "192.168.0.8:8080"),
+    ("http://192.168.0.7", "192.168.0.7:8080"),
+    ("null", "192.168.0.7:8080"),
+    ("http://user@192.168.0.7:8080", "192.168.0.7:8080"),
+    ("http://192.168.0.7:8080/", "192.168.0.7:8080"),
+    ("http://192.168.0.7:8080, http://evil.example", "192.168.0.7:8080"),
+    ("file://192.168.0.7:8080", "192.168.0.7:8080"),
+    ("http://192.168.0.7:8080", None),
+])  # fmt: skip
+def test_another_origin_is_not_the_own_one(origin: str, authority: str | None) -> None:
+    assert verdict(OPEN_BIND, {"origin": origin}, authority=authority) == 403
+
+
+def test_a_page_under_an_unknown_name_is_told_the_flag() -> None:
+    with pytest.raises(ApiError, match="--allowed-hosts") as raised:
+        check(OPEN_BIND, "POST", "/v1/x", {"origin": "http://ai.example"}, "ai.example")
+    assert "ai.example" not in raised.value.message
+
+
 def test_cors_is_for_allowed_origins_alone() -> None:
     assert ("Access-Control-Allow-Origin", "https://app.example") in cors_fields(
         PAGES, {"origin": "https://app.example"}

@@ -2,13 +2,14 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from mlx_serve.core import ApiError
-from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, read_entry
+from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit, read_entry
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}
 
@@ -60,7 +61,25 @@ def test_a_name_is_looked_up_below_the_model_directories(root, tmp_path, name):
         "x\x00y",
         "gpt-oss-120b-MXFP4-Q4\n",
         "ｇｐｔ",
+        "gpt‐oss-120b-MXFP4-Q4",  # with another hyphen
+        "gрt-oss-120b-MXFP4-Q4",  # with a Cyrillic letter
+        "．．/outside/secret",
+        "..／outside／secret",
+        "%2e%2e/outside/secret",
+        "%2e%2e%2foutside%2fsecret",
+        "..\\outside\\secret",
+        "mlx-community\\Qwen3-4B",
+        "mlx-community//Qwen3-4B",
+        "mlx-community/./Qwen3-4B",
+        "x=../outside/secret",
+        "gpt-oss-120b-MXFP4-Q4=",
+        "=gpt-oss-120b-MXFP4-Q4",
+        "gpt-oss-120b-MXFP4-Q4\x00",
+        "gpt-oss-120b-MXFP4-Q4\x00/../x",
+        "\ud800",
         "x" * 300,
+        "x" * 10**6,
+        "x/" * 10**5,
     ],
 )
 def test_no_name_leads_out_of_them(root, name):
@@ -69,9 +88,113 @@ def test_no_name_leads_out_of_them(root, name):
     assert (caught.value.status, caught.value.code, caught.value.param) == (404, "model_not_found", "model")
 
 
+WEIRD = ["../secret", "a=b", "%2e%2e", "a\\b", "a\x00b", "x" * 300, "ｇ", ""]
+
+
+@pytest.mark.parametrize("name", WEIRD)
+def test_no_name_is_looked_for_in_the_hub_s_cache_that_is_no_repository_s(name, monkeypatch):
+    asked = []
+    monkeypatch.setattr("mlx_serve.engine.catalog.snapshot_download", lambda *args, **_: asked.append(args))
+    for odd in (name, f"owner/{name}", f"{name}/model"):
+        with pytest.raises(ApiError) as caught:
+            Catalog(use_hub_cache=True).find(odd)
+        assert caught.value.code == "model_not_found"
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", WEIRD)
+def test_a_pattern_leads_to_its_model_alone(root, name):
+    default = ModelEntry("main", Path("x"), 0, None, None)
+    catalog = Catalog(default, (), [root], aliases={"*": "main"})
+    if name and name.isprintable() and len(name) <= 256:
+        assert catalog.find(name) is default
+    else:
+        with pytest.raises(ApiError):
+            catalog.find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("claude-x", "b"),
+        ("claude-", "b"),
+        ("claude-opus-4", "c"),
+        ("claude-opus-4-1", "b"),
+        ("Claude-x", "a"),
+        ("claude", "a"),
+        ("exact", "b"),
+        ("a", "a"),
+        ("aXbXc", "c"),
+        ("abc", "c"),
+        ("acb", "a"),
+        ("ab", "a"),
+        ("x.z", "b"),
+        ("xyz", "a"),
+        ("[q]", "c"),
+        ("q", "a"),
+    ],
+)
+def test_an_exact_name_wins_and_then_the_longest_pattern(name, model):
+    a, b, c = (ModelEntry(name, Path(name), 0, None, None) for name in "abc")
+    patterns = {"*": "a", "claude-*": "b", "claude-opus*4": "c", "a*b*c": "c", "x.*": "b", "[q]*": "c"}
+    assert Catalog(a, models=[b, c], aliases=patterns | {"exact": "b"}).find(name).name == model
+
+
+def test_a_pattern_with_many_stars_is_no_way_to_stall_the_server():
+    # A regular expression would try all ways to share out the letters, for longer than the universe lasts.
+    default = ModelEntry("main", Path("x"), 0, None, None)
+    catalog = Catalog(default, aliases={"*a" * 60 + "*b": "main"})
+    with pytest.raises(ApiError):
+        catalog.find("a" * 256)
+    assert catalog.find("a" * 255 + "b") is default
+
+
+def test_what_lies_below_a_directory_wins_over_a_pattern_but_not_over_an_alias(root):
+    default = ModelEntry("main", Path("x"), 0, None, None)
+    catalog = Catalog(default, (), [root], aliases={"*": "main", "link-in": "mlx-community/Qwen3-4B"})
+    assert catalog.look_up("gpt-oss-120b-MXFP4-Q4")[1].path == root / "gpt-oss-120b-MXFP4-Q4"
+    assert catalog.look_up("link-in") == ("link-in", catalog.find("mlx-community/Qwen3-4B"))
+    listing = [(name, entry.name) for name, entry in catalog.listing()]
+    assert listing == [
+        ("main", "main"),
+        ("gpt-oss-120b-MXFP4-Q4", "gpt-oss-120b-MXFP4-Q4"),
+        ("mlx-community/Qwen3-4B", "mlx-community/Qwen3-4B"),
+        ("link-in", "mlx-community/Qwen3-4B"),
+    ]
+
+
+def test_an_alias_whose_model_has_gone_is_not_found_and_not_listed(root):
+    catalog = Catalog(roots=[root], aliases={"alias": "mlx-community/Qwen3-4B"})
+    assert catalog.find("alias").path == root / "mlx-community/Qwen3-4B"
+    (root / "mlx-community" / "Qwen3-4B" / "config.json").unlink()
+    with pytest.raises(ApiError) as caught:
+        catalog.find("alias")
+    assert caught.value.code == "model_not_found"
+    assert "alias" not in [name for name, _ in catalog.listing()]
+
+
+def test_a_model_s_own_cap_takes_the_place_of_the_server_s():
+    entry = ModelEntry("x", Path("x"), 0, 100, None)
+    assert [context_limit(entry, cap) for cap in (None, 50, 200)] == [100, 50, 100]
+    capped = replace(entry, max_model_len=70)
+    assert [context_limit(capped, cap) for cap in (None, 50, 200)] == [70, 70, 70]
+    assert context_limit(replace(capped, max_model_len=500), 50) == 100
+    assert context_limit(replace(entry, context_tokens=None), None) is None
+
+
 def test_an_absolute_path_is_no_name(root):
     with pytest.raises(ApiError):
         Catalog(roots=[root]).find(str(root / "gpt-oss-120b-MXFP4-Q4"))
+
+
+@pytest.mark.parametrize("spelled", [["GPT-OSS-120b-MXFP4-Q4", "mlx-community", "qwen3-4b"], []])
+def test_on_a_file_system_without_case_a_name_is_still_written_one_way(root, monkeypatch, spelled):
+    catalog = Catalog(roots=[root])
+    monkeypatch.setattr("os.listdir", lambda _: spelled)
+    for name in ("gpt-oss-120b-MXFP4-Q4", "mlx-community/Qwen3-4B"):
+        with pytest.raises(ApiError) as caught:
+            catalog.find(name)
+        assert caught.value.code == "model_not_found"
 
 
 def test_a_damaged_model_says_so_without_its_path(root):

@@ -7,7 +7,9 @@ from importlib.metadata import distribution
 import pytest
 
 from mlx_serve import config
-from mlx_serve.config import from_args, size
+from mlx_serve.cli import COMMANDS
+from mlx_serve.config import from_args
+from mlx_serve.flags import size
 
 
 def test_defaults_are_mlx_lm_server_s():
@@ -35,9 +37,11 @@ def test_every_flag_of_mlx_lm_server_is_taken():
     assert theirs.keys() <= our_flags().keys()
 
 
-@pytest.mark.parametrize(
-    "flag", sorted(flags_of_mlx_lm_server().keys() - {"--allowed-origins", "--chat-template-args"})
-)
+# Why is in docs/decisions.md.
+OWN_DEFAULTS = {"--allowed-origins", "--chat-template-args", "--prompt-cache-size"}
+
+
+@pytest.mark.parametrize("flag", sorted(flags_of_mlx_lm_server().keys() - OWN_DEFAULTS))
 def test_the_default_is_the_same(flag):
     keywords = {keyword.arg: keyword.value for keyword in flags_of_mlx_lm_server()[flag].keywords}
     if isinstance(keywords.get("default"), ast.Constant):
@@ -64,10 +68,64 @@ def test_prompt_caches_on_disk_are_off_until_a_directory_is_named():
     assert (settings.prompt_cache_dir, settings.prompt_cache_disk_bytes) == ("/c", 2 * 2**30)
 
 
+def test_kept_responses_are_bounded_by_flags():
+    settings = from_args([], {})
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (1000, 256 * 2**20, 3600.0)
+    settings = from_args(
+        ["--response-store-size", "0", "--response-store-bytes", "1MiB", "--response-store-ttl", "5"], {}
+    )
+    kept = (settings.response_store_size, settings.response_store_bytes, settings.response_store_ttl)
+    assert kept == (0, 2**20, 5.0)
+
+
 def test_model_directories_come_from_the_flag_or_the_environment():
     environ = {"MLX_MODEL_PATH": "/a:/b"}
     assert from_args([], environ).model_dir == ("/a", "/b")
     assert from_args(["--model-dir", "/c"], environ).model_dir == ("/c",)
+
+
+@pytest.mark.parametrize("line", ["--model m --model n=/x", "--model m n=/x"])
+def test_several_models(line):
+    assert from_args(line.split(), {}).model == ("m", "n=/x")
+
+
+def test_adapters_and_aliases_are_pairs():
+    settings = from_args(["--adapter", "a=/x", "--alias", "b=c", "--alias", "claude-*=d=e"], {})
+    assert settings.adapter == (("a", "/x"),)
+    assert settings.alias == (("b", "c"), ("claude-*", "d=e"))
+
+
+def test_an_abbreviation_is_taken_as_mlx_lm_server_takes_it():
+    assert from_args(["--served", "a"], {}).served_model_name == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("--max-tokns 5", "unrecognized arguments: --max-tokns 5 (did you mean --max-tokens?)"),
+        ("--aliass=x", "unrecognized arguments: --aliass=x (did you mean --alias?)"),
+        ("--qqqqqq", "unrecognized arguments: --qqqqqq\n"),
+        ("loose", "unrecognized arguments: loose\n"),
+        ("--alias x", "argument --alias: 'x' is not of the form NAME=VALUE"),
+        ("--adapter =x", "argument --adapter: '=x' is not of the form NAME=VALUE"),
+        ("--port x", "argument --port: 'x' is not an integer between 0 and 65535"),
+        ("--temp nan", "argument --temp: nan is not a number between 0 and 2"),
+        ("--max-body-bytes " + "9" * 400, "argument --max-body-bytes: not a size"),
+    ],
+)
+def test_what_is_wrong_with_a_flag_is_said(line, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        from_args(line.split(), {})
+    assert caught.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_flags_of_the_engine():
+    settings = from_args([], {})
+    assert (settings.max_loaded_models, settings.memory_bytes, settings.kv_cache_bytes) == (4, None, None)
+    assert (settings.model_ttl, settings.queue_timeout, settings.request_timeout) == (None, 600.0, 0.0)
+    assert settings.max_itl_ms == 200.0
 
 
 def test_a_model_may_have_several_names():
@@ -100,6 +158,10 @@ def test_sizes(text, n):
         "--chat-template-args {",
         "--log-level LOUD",
         "--no-such-flag",
+        "--max-loaded-models 0",
+        "--memory-bytes x",
+        "--queue-timeout 0",
+        "--model-ttl -1",
     ],
 )
 def test_a_bad_flag_is_a_usage_error(line, capsys):
@@ -114,3 +176,8 @@ def test_the_help_names_every_flag(capsys):
         from_args(["--help"], {})
     text = capsys.readouterr().out
     assert all(option in text for option in our_flags())
+
+
+def test_the_help_names_every_command():
+    _, _, names = config.parser().epilog.rpartition("of its own: ")
+    assert names.rstrip(".").split(", ") == sorted(COMMANDS)

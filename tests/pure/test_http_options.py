@@ -58,7 +58,14 @@ def test_origins_and_hosts_are_lists():
 
 
 def test_health_needs_no_key():
-    assert "/health" in options("--api-key a").access.open_paths
+    assert {"/health", "/ready"} <= options("--api-key a").access.open_paths
+
+
+def test_the_page_needs_no_key_but_what_it_asks_for_does():
+    open_paths = options("--api-key a").access.open_paths
+    assert {"/", "/ui/page.js"} <= open_paths
+    assert not {"/stats", "/metrics", "/v1/models"} & open_paths
+    assert "/" not in options("--api-key a --no-ui").access.open_paths
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mlx_serve.logs import JsonFormatter, TextFormatter, escape
+from mlx_serve.logs import JsonFormatter, RotatedFileHandler, TextFormatter, configure, escape
 
 EVIL = "a\nb\r\x1b[31m\x00\u2028\x85"
 
@@ -53,3 +53,53 @@ def test_a_request_s_line_keeps_its_fields():
 
 def test_harmless_text_is_left_as_it_is():
     assert escape("né 🐉 \\ 'x'") == "né 🐉 \\ 'x'"
+
+
+# A file
+
+
+@pytest.fixture
+def root_logger():
+    """Left as it was found."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield logger
+    for handler in set(logger.handlers) - set(handlers):
+        handler.close()
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def test_a_log_that_is_moved_away_is_begun_again(tmp_path, root_logger):
+    path = tmp_path / "log"
+    configure("INFO", "text", {"MLX_SERVE_LOG_FILE": str(path)})
+    root_logger.info("one")
+    path.rename(tmp_path / "log.0")
+    root_logger.info("two")
+    assert (tmp_path / "log.0").read_text().endswith("INFO one\n")
+    assert path.read_text().endswith("INFO two\n")
+    assert len(path.read_text().splitlines()) == 1
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_server(tmp_path, root_logger, capsys):
+    configure("INFO", "text", {"MLX_SERVE_LOG_FILE": str(tmp_path / "none" / "log")})
+    root_logger.info("still here")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "WARNING cannot write the log to" in first
+    assert second.endswith("INFO still here")
+
+
+def test_a_log_whose_folder_goes_does_not_raise_into_what_logs(tmp_path, monkeypatch):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    handler = RotatedFileHandler(folder / "log", encoding="utf-8")
+    told = []
+    monkeypatch.setattr(handler, "handleError", told.append)
+    (folder / "log").unlink()
+    folder.rmdir()
+    handler.emit(record("lost"))
+    assert len(told) == 1
+    folder.mkdir()
+    handler.emit(record("found"))
+    handler.close()
+    assert (folder / "log").read_text() == "found\n"

@@ -259,3 +259,39 @@ def test_a_prompt_that_opens_the_reasoning_ends_in_it():
     # A client's words do not.
     tokenizer = FakeTokenizer()
     assert not chat_prompt(tokenizer, [user("how do I write <think>")]).in_reasoning
+
+
+def test_what_a_user_adds_to_a_result_goes_into_it_where_an_answer_must_follow():
+    def refuse(messages):
+        roles = [message["role"] for message in messages]
+        return "After a result comes an answer" if ("tool", "user") in itertools.pairwise(roles) else None
+
+    results = [{"role": "tool", "tool_call_id": call_id, "content": call_id} for call_id in ("a", "b")]
+    calls = [calling("{}", call_id=call_id) for call_id in ("a", "b")]
+    messages = [user("x"), assistant(tool_calls=calls), *results, user("and"), user("more")]
+    got = render(messages, Template(refuse))
+    assert [message["content"] for message in got] == ["x", "", "a", "b\n\nand\n\nmore"]
+    # A template that takes them gets them as they are.
+    assert [message["content"] for message in render(messages)] == ["x", "", "a", "b", "and", "more"]
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_prefill_is_the_last_text_of_the_prompt_and_never_a_control_token(has_template):
+    tokenizer = model("<think>", "</think>", has_chat_template=has_template, think=("<think>", "</think>"))
+    prompt = chat_prompt(tokenizer, [user("x")], prefill="So </think>")
+    assert not prompt.in_reasoning
+    assert bytes(prompt.tokens[-len("So </think>") :]).decode() == "So </think>"
+    assert len(prompt.tokens) > len("So </think>")
+
+
+def test_a_prefill_ends_the_reasoning_that_the_template_opened():
+    tokenizer = model("<think>", "</think>", think=("<think>", "</think>"), render=lambda *_: "x<think>\n")
+    prompt = chat_prompt(tokenizer, [user("x")], prefill="So")
+    assert not prompt.in_reasoning
+    assert tokenizer.decode(prompt.tokens) == "x<think>\n</think>\n\nSo"
+
+
+def test_gpt_oss_refuses_a_prefill():
+    with pytest.raises(ApiError) as refusal:
+        chat_prompt(gpt_oss(), [user("x")], prefill="So")
+    assert (refusal.value.status, refusal.value.param) == (400, "messages")

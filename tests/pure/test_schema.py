@@ -115,6 +115,13 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content", None),
+        ({"messages": [{"role": "assistant", "reasoning": 5}]}, "messages[0].reasoning", "invalid_type"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": ["\ud800"]}}}]},
+            "tools[0].function.parameters",
+            None,
+        ),
+        ({"chat_template_kwargs": {"x": "\ud800"}}, "chat_template_kwargs", None),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "missing_required_parameter"),
         ({"model": 5}, "model", "invalid_type"),
         ({"stream": "yes"}, "stream", "invalid_type"),
@@ -242,6 +249,21 @@ def test_text_parts_join_to_the_plain_string():
 def test_developer_is_system():
     body = chat(messages=[{"role": "developer", "content": "x"}])
     assert body.messages[0].as_dict() == {"role": "system", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"reasoning": "hm"}, "hm"),
+        ({"reasoning_content": "hm"}, "hm"),
+        ({"reasoning": "a", "reasoning_content": "b"}, "b"),
+        ({"reasoning": "a", "reasoning_content": ""}, ""),
+        ({"reasoning": "a", "reasoning_content": None}, "a"),
+    ],
+)
+def test_reasoning_is_another_name_of_reasoning_content(fields, want):
+    body = chat(messages=[{"role": "assistant", "content": "x", **fields}])
+    assert body.messages[0].as_dict() == {"role": "assistant", "content": "x", "reasoning_content": want}
 
 
 def test_the_newer_limit_wins():

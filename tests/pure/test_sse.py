@@ -10,6 +10,10 @@ def test_an_event_is_one_line_of_data() -> None:
     assert sse.event("[DONE]") == sse.DONE
 
 
+def test_an_event_may_have_a_name() -> None:
+    assert sse.event("{}", "ping") == b"event: ping\ndata: {}\n\n"
+
+
 def test_a_comment() -> None:
     assert sse.comment("waiting") == b": waiting\n\n"
 
@@ -18,5 +22,7 @@ def test_a_comment() -> None:
 def test_a_line_break_would_forge_a_field(text: str) -> None:
     with pytest.raises(ValueError, match="one line"):
         sse.event(text)
+    with pytest.raises(ValueError, match="one line"):
+        sse.event("{}", text)
     with pytest.raises(ValueError, match="one line"):
         sse.comment(text)

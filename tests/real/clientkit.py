@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from apikit import DEADLINE_S, until
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
 from mlx_serve.engine.scheduler import Limits, Scheduler

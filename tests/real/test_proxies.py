@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -287,6 +288,6 @@ def test_other_host_names_do_not_reach_a_server_on_loopback(tmp_path):
 
 def test_the_page_shows_what_is_tested():
     page = (EXAMPLE.parents[2] / "docs" / "proxies.md").read_text()
-    shown = [line.strip() for line in page.splitlines() if line.startswith("    ")]
+    shown = [line.strip() for text in re.findall(r"```nginx\n(.*?)```", page, re.DOTALL) for line in text.splitlines()]
     assert shown
     assert set(shown) <= {line.strip() for line in EXAMPLE.read_text().splitlines()}

@@ -1,6 +1,5 @@
 """The demo model behind the whole server: what it answers is what mlx-lm generates."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,14 +123,6 @@ def test_a_seed_gives_one_text_alone_and_among_others(client):
         among = list(pool.map(seeded, [5, 6, 7, 8]))
     assert among[0] == alone
     assert len(set(among)) > 1
-
-
-def test_json_survives_the_trip(client):
-    raw = client.chat.completions.with_raw_response.create(
-        model="SmolLM2-135M-Instruct", messages=[{"role": "user", "content": "é🐉"}], max_tokens=8, temperature=0
-    )
-    assert json.loads(raw.text)["choices"][0]["finish_reason"] in ("length", "stop")
-    assert raw.headers["x-request-id"]
 
 
 def test_the_bytes_of_the_tokens_join_to_the_text(client):

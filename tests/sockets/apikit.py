@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
 from mlx_serve.engine.scheduler import Limits, Scheduler
@@ -53,7 +54,7 @@ class Running:
 def read(response: http.client.HTTPResponse):
     raw = response.read().decode()
     kind = response.headers.get_content_type()
-    return response.status, response.headers, json.loads(raw) if kind == "application/json" else raw
+    return response.status, response.headers, json.loads(raw) if raw and kind == "application/json" else raw
 
 
 def events(text: str) -> list:
@@ -66,15 +67,24 @@ def events(text: str) -> list:
 
 @contextmanager
 def serving(
-    make_backend=lambda _: FakeBackend(), *, max_queue=128, catalog=None, limits=None, **services
+    make_backend=lambda _: FakeBackend(),
+    *,
+    max_queue=128,
+    catalog=None,
+    limits=None,
+    tokenizer=None,
+    access=None,
+    **services,
 ) -> Iterator[Running]:
     """A server that is up, and after the block down with nothing left."""
     catalog = catalog if catalog is not None else Catalog(ENTRY, ["fake"])
-    models = FakeModels(make_backend)
+    models = FakeModels(make_backend, tokenizer)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    app = Api(Services(scheduler, catalog, models, "fp_test", **services))
-    options = ServerOptions(address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=AccessPolicy())
+    app = Api(Services(scheduler, catalog, models, "fp_test", max_queue=max_queue, **services))
+    options = ServerOptions(
+        address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy(), on_end=app.observe
+    )
     server = Server(app, options)
     accepting = threading.Thread(target=server.serve_forever)
     worker.start()

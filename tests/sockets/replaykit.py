@@ -5,9 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import pytest
-
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer
 from tests.pure.formatkit import TOOLS, parts_of
 from tests.sockets import apikit
 
@@ -91,12 +89,10 @@ def _add(message: Message, delta: dict) -> None:
 def replaying(tokenizer: FakeTokenizer, *, end: str = "<eos>") -> Iterator[Replay]:
     """A running Replay; ``end`` is the token that ends each answer."""
     replay = Replay(tokenizer, end=tokenizer.learn(end))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(apikit, "FakeModels", partial(FakeModels, tokenizer=tokenizer))
-        backend = partial(FakeBackend, answer=replay.answer, end_ids=[EOS, replay.end], vocab_size=1000)
-        with apikit.serving(lambda _: backend()) as server:
-            replay.server = server
-            yield replay
+    backend = partial(FakeBackend, answer=replay.answer, end_ids=[EOS, replay.end], vocab_size=1000)
+    with apikit.serving(lambda _: backend(), tokenizer=tokenizer) as server:
+        replay.server = server
+        yield replay
 
 
 def check_every_way(

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
-from mlx_serve.core import ApiError
+from mlx_serve.api import render
+from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.framing import FramingLimits
@@ -233,18 +234,24 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
         connection.close()
 
 
-def test_long_pieces_are_split_into_short_lines():
-    long = "x" * 20_000
-    with serving(max_model_len=None) as server:
-        text = server.complete(long[:3000], echo=True, stream=True, max_tokens=1)[2]
-        assert max(map(len, text.split("\n"))) < 65_536
-    # An echo may be as long as the context; one line of a stream may not.
-    from mlx_serve.api.render import MAX_DELTA_CHARS, split_text
-    from mlx_serve.core import Text
+def test_long_pieces_are_split_into_short_lines(server, monkeypatch):
+    # An echo may be as long as the context; one line of a stream may not. A character takes up to six bytes of it.
+    assert 6 * render.MAX_DELTA_CHARS + 4096 < 65_536
+    monkeypatch.setattr(render, "MAX_DELTA_CHARS", 100)
+    long = "".join(map(chr, range(0x100, 0x100 + 250)))
+    texts = [c["choices"][0]["text"] for c in events(server.complete(long, echo=True, stream=True, max_tokens=2)[2])]
+    assert texts == [long[:100], long[100:200], long[200:], long[0], ""]
 
-    pieces = list(split_text(Text(0, "content", long)))
-    assert "".join(piece.text for piece in pieces) == long
-    assert max(len(piece.text) for piece in pieces) == MAX_DELTA_CHARS
+
+def test_long_arguments_of_a_call_are_split_too(monkeypatch):
+    monkeypatch.setattr(render, "MAX_DELTA_CHARS", 10)
+    arguments = json.dumps({"a": "x" * 25})
+    with serving(answering(f"<tool_call>add {arguments}</tool_call>")) as server:
+        chunks = events(server.chat(tools=TOOLS, stream=True)[2])
+    calls = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", [])]
+    pieces = [call["function"]["arguments"] for call in calls]
+    assert "".join(pieces) == arguments
+    assert max(map(len, pieces)) == 10
 
 
 # Reasoning and tool calls
@@ -267,6 +274,20 @@ def test_logprobs_are_those_of_the_content_alone():
     with serving(answering("<think>hmm</think>yes")) as server:
         content = server.chat(logprobs=True)[2]["choices"][0]["logprobs"]["content"]
         assert [entry["token"] for entry in content] == ["y", "e", "s"]
+
+
+@pytest.mark.parametrize("answer", ["", "<think>hmm</think>", "<tool_call>add {}</tool_call>"])
+def test_an_answer_of_which_no_token_is_seen_has_an_empty_list_of_logprobs(answer):
+    with serving(answering(answer)) as server:
+        (choice,) = server.chat(logprobs=True, tools=TOOLS)[2]["choices"]
+        assert choice["logprobs"] == {"content": [], "refusal": None}
+        chunks = events(server.chat(logprobs=True, tools=TOOLS, stream=True)[2])
+        # OpenAI's stream has it where the role is.
+        assert chunks[0]["choices"][0]["logprobs"] == {"content": [], "refusal": None}
+        assert {choice["logprobs"] for chunk in chunks[1:] for choice in chunk["choices"]} == {None}
+        # Nobody asked:
+        chunks = events(server.chat(tools=TOOLS, stream=True)[2])
+        assert {choice["logprobs"] for chunk in chunks for choice in chunk["choices"]} == {None}
 
 
 def test_stop_strings_do_not_match_in_reasoning():
@@ -307,7 +328,12 @@ def test_without_tools_nothing_is_a_tool_call():
 
 def test_models_are_listed_and_found(server):
     model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
-    assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model]}
+    model |= {"root": "fake", "loaded": False}
+    # What Anthropic's clients read of it.
+    model |= {"type": "model", "display_name": "fake", "created_at": "2023-11-14T22:13:20Z"}
+    model |= {"lifecycle": "active", "max_input_tokens": 4096}
+    pages = {"has_more": False, "first_id": "fake", "last_id": "fake"}
+    assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model], **pages}
     assert server.request("GET", "/v1/models/fake")[2] == model
 
 
@@ -372,7 +398,7 @@ def test_a_client_names_no_paths(server):
     ("method", "path", "status"),
     [
         ("GET", "/v1/nothing", 404),
-        ("POST", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models/fake", 405),
@@ -420,7 +446,7 @@ def test_a_failing_step_is_an_error_and_the_next_request_works():
         fail[0] = True
         reply = server.chat()
         assert_error(reply, 500, type="server_error")
-        assert "secret" not in reply[2]["error"]["message"]
+        assert reply[2]["error"]["message"] == internal_error().message
         fail[0] = False
         assert server.chat()[0] == 200
         assert server.request("GET", "/health")[2]["status"] == "ok"
@@ -438,9 +464,21 @@ def test_a_failure_in_mid_stream_is_the_stream_s_last_event():
         status, _, text = server.chat(stream=True)
         assert status == 200
         last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
-        assert last["error"]["type"] == "server_error"
-        assert "secret" not in text
+        assert last["error"]["message"] == internal_error().message
         assert server.chat()[0] == 200
+
+
+def test_a_fault_of_the_server_s_own_in_mid_stream_names_the_request(monkeypatch, caplog):
+    def no_usage(usage):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(render, "usage_object", no_usage)
+    with serving() as server:
+        status, headers, text = server.chat(stream=True, stream_options={"include_usage": True})
+        assert status == 200
+        last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["message"] == internal_error(headers["x-request-id"]).message
+        assert "secret detail" in caplog.text
 
 
 def test_a_model_that_cannot_be_loaded_is_an_error_of_its_requests():

@@ -208,6 +208,7 @@ def test_beyond_the_limit_there_is_a_quick_503() -> None:
                 assert (reply.status, reply.error()["code"]) == (503, "too_many_connections")
                 assert reply.headers["retry-after"].isdigit()
                 assert reply.headers["connection"] == "close"
+                assert reply.headers["openai-version"] == "2020-10-01"
         running.app.release.set()
         assert [client.reply().status for client in working] == [200, 200, 200]
         for client in working:
@@ -319,3 +320,20 @@ def test_the_loop_does_not_wait_for_itself() -> None:
         with running.connect() as client:
             assert client.cut()
     assert len(raised) == 1
+
+
+# Too many bytes
+
+
+def test_the_bodies_of_all_requests_are_bounded_together() -> None:
+    with serving(max_total_body_bytes=100) as running:
+        bodies = running.server._setting.bodies
+        with running.connect() as client:
+            client.send(post_head(b"/echo", b"Content-Length: 80") + b"x" * 60)
+            assert eventually(lambda: bodies.n_held == 60)
+            refused = running.ask(post(b"/echo", b"y" * 60))
+            assert refused.status == 503
+            assert b"--max-total-body-bytes" in refused.body
+            assert client.send(b"x" * 20).reply().body == b"x" * 80
+        assert running.ask(post(b"/echo", b"y" * 60)).body == b"y" * 60
+        assert eventually(lambda: bodies.n_held == 0)

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from mlx_serve.core import internal_error
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.log import RequestLog, as_json, as_text
 from tests.sockets.wirekit import HOST, Client, eventually, get, post, serving
@@ -21,6 +22,7 @@ def test_every_reply_says_who_when_and_which() -> None:
             assert headers["server"] == "mlx-serve"
             assert re.fullmatch(r"req_[0-9a-f]{32}", headers["x-request-id"])
             assert headers["openai-processing-ms"].isdigit()
+            assert headers["openai-version"] == "2020-10-01"
             assert headers["content-type"] == "application/json"
             assert headers["content-length"].isdigit()
 
@@ -130,7 +132,9 @@ def test_a_failure_inside_is_a_500_without_details(caplog: pytest.LogCaptureFixt
     with serving() as running, running.connect() as client:
         reply = client.send(post(b"/boom")).reply()
         assert (reply.status, reply.error()["type"]) == (500, "server_error")
-        assert reply.headers["x-request-id"] in str(reply.error()["message"])
+        request_id = reply.headers["x-request-id"]
+        assert request_id in str(reply.error()["message"])
+        assert reply.error()["message"] == internal_error(request_id).message
         assert b"secret" not in reply.body
         assert "secret of the inside" in caplog.text
         assert client.send(get()).reply().status == 200
@@ -235,7 +239,9 @@ def test_one_line_for_each_request(caplog: pytest.LogCaptureFixture) -> None:
         running.ask(
             post(b"/echo?q=hidden", b'{"prompt": "private"}', b"Authorization: Bearer sk-key", b"X-Request-Id: r1")
         )
+        log_lines(caplog, 1)
         running.ask(post(b"/echo", b"private", b"Authorization: Bearer sk-other"))
+        log_lines(caplog, 2)
         running.ask(b"private\r\n\r\n")
         served, unknown, refused = log_lines(caplog, 3)
     assert re.match(r"method=POST path=/echo status=200 bytes_in=21 bytes_out=\d+ ms=[\d.]+ id=r1 client=127", served)

@@ -1,14 +1,17 @@
 """Structured output through the whole server: a tiny random model at temperature 1, whose text yet conforms."""
 
 import json
+import re
 import sys
 import threading
 
 import jsonschema
+import messageskit
 import pytest
 from apikit import DEADLINE_S, ENTRY, Running, events, serving
 
-from mlx_serve.api.endpoints import Api, Services
+from mlx_serve.api.endpoints import Api
+from mlx_serve.api.serving import Services
 from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.scheduler import Limits, Scheduler
@@ -250,3 +253,139 @@ def test_without_the_extra_everything_else_works(fake, monkeypatch):
         assert status == 400
         assert "pip install 'mlx-serve[structured]'" in body["error"]["message"]
     ok(fake.chat(tools=[TIME], response_format={"type": "text"}))
+
+
+# Anthropic's dialect
+
+READ = {"name": "get_time", "input_schema": {"type": "object", "maxProperties": 0}}
+ASK = {"name": "get_weather", "input_schema": PARAMETERS["get_weather"]}
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_message_s_forced_call_conforms(server, choice):
+    fields = {"tools": [READ, ASK], "tool_choice": choice, "temperature": 1, "max_tokens": 200}
+    names = set()
+    for _ in range(4):
+        message = messageskit.whole(server, model="tiny", **fields)
+        (call,) = message["content"]
+        assert (call["type"], message["stop_reason"]) == ("tool_use", "tool_use")
+        jsonschema.validate(call["input"], PARAMETERS[call["name"]])
+        names.add(call["name"])
+    assert choice["type"] == "any" or names == {"get_weather"}
+    streamed = messageskit.joined(messageskit.stream(server, model="tiny", **fields))
+    (call,) = streamed["content"]
+    jsonschema.validate(json.loads(call["input"]), PARAMETERS[call["name"]])
+
+
+@pytest.mark.parametrize("field", [{"output_config": {"format": ...}}, {"output_format": ...}])
+def test_a_message_s_format_holds(server, field):
+    wanted_format = {"type": "json_schema", "schema": SCHEMA}
+    fields = json.loads(json.dumps(field, default=lambda _: wanted_format))
+    message = messageskit.whole(server, model="tiny", temperature=1, **fields)
+    (block,) = message["content"]
+    jsonschema.validate(json.loads(block["text"]), SCHEMA)
+
+
+def test_a_message_s_schema_that_cannot_be_compiled_names_its_field(server):
+    fields = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}
+    status, _, body = messageskit.ask(server, model="tiny", **fields)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+    assert "output_config.format.schema" in body["error"]["message"]
+
+
+# The Responses dialect
+
+FLAT_WEATHER = {"type": "function"} | WEATHER["function"]
+TIME_FLAT = {"type": "function"} | TIME["function"]
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** " WORD " ***"\nWORD: /[a-z]{3}/'}
+CODE = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{4}"}
+
+
+def custom(name, form):
+    return {"type": "custom", "name": name, "format": form}
+
+
+def respond(server, **fields):
+    return server.request(
+        "POST", "/v1/responses", {"input": "hi", "temperature": 1, "max_output_tokens": 400, **fields}
+    )
+
+
+def outputs(answer):
+    body = ok(answer)
+    assert body["status"] == "completed", body
+    return body["output"]
+
+
+def test_the_format_of_a_response_holds(server):
+    form = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+    for seed in range(3):
+        (message,) = outputs(respond(server, text={"format": form}, seed=seed))
+        jsonschema.validate(json.loads(message["content"][0]["text"]), SCHEMA)
+
+
+def test_a_response_s_call_that_is_asked_for_is_made(server):
+    tools = [FLAT_WEATHER, {"type": "web_search"}]
+    for choice in ("required", {"type": "function", "name": "get_weather"}):
+        (call,) = outputs(respond(server, tools=tools, tool_choice=choice))
+        assert (call["type"], call["name"]) == ("function_call", "get_weather")
+        jsonschema.validate(json.loads(call["arguments"]), PARAMETERS["get_weather"])
+
+
+@pytest.mark.parametrize(("form", "pattern"), [(PATCH, r"\*\*\* [a-z]{3} \*\*\*"), (CODE, "[0-9]{4}")])
+def test_the_grammar_of_a_custom_tool_that_is_asked_for_holds(server, form, pattern):
+    tools = [custom("edit", form), FLAT_WEATHER]
+    (call,) = outputs(respond(server, tools=tools, tool_choice={"type": "custom", "name": "edit"}))
+    assert (call["type"], call["name"]) == ("custom_tool_call", "edit")
+    assert re.fullmatch(pattern, call["input"]), call["input"]
+    text = respond(server, tools=tools[:1], tool_choice="required", stream=True)[2]
+    done = [json.loads(line[6:]) for line in text.splitlines() if line.startswith('data: {"type":"response.completed"')]
+    assert re.fullmatch(pattern, done[0]["response"]["output"][0]["input"])
+
+
+def test_a_regex_holds_beside_other_tools_too(server):
+    for seed in range(4):
+        (call,) = outputs(respond(server, tools=[custom("edit", CODE), TIME_FLAT], tool_choice="required", seed=seed))
+        assert call["name"] in ("edit", "get_time")
+        if call["name"] == "edit":
+            assert re.fullmatch("[0-9]{4}", call["input"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}}, "text.format"),
+        (
+            {"tools": [custom("edit", CODE | {"definition": "("})], "tool_choice": "required"},
+            "tools[0].format.definition",
+        ),
+        (
+            {"tools": [custom("edit", CODE | {"definition": "("}), TIME_FLAT], "tool_choice": "required"},
+            "tools[0].format.definition",
+        ),
+        (
+            {
+                "tools": [TIME_FLAT, {"type": "function", "name": "f", "parameters": {"not": {}}}],
+                "tool_choice": "required",
+            },
+            "tools[1].parameters",
+        ),
+        ({"tools": [TIME_FLAT], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_what_a_response_cannot_be_held_to_is_refused(server, fields, param):
+    status, _, body = respond(server, **fields)
+    assert (status, body["error"]["param"]) == (400, param), body
+
+
+def test_a_format_gives_way_to_a_call_in_a_response(server):
+    fields = {"tools": [TIME_FLAT], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}
+    assert outputs(respond(server, **fields))[0]["type"] == "function_call"
+
+
+def test_the_next_turn_of_a_conversation_needs_no_new_prefill_of_the_one_before(server):
+    first = ok(respond(server, input="Say something at some length.", max_output_tokens=8, text={}))
+    usage = ok(respond(server, input="More.", max_output_tokens=4, previous_response_id=first["id"]))["usage"]
+    assert usage["input_tokens_details"]["cached_tokens"] >= first["usage"]["input_tokens"]
+    assert usage["input_tokens"] > first["usage"]["total_tokens"] - 1

@@ -76,7 +76,7 @@ class FakeApp:
     def methods(self, path: str) -> frozenset[str]:
         return self.ROUTES.get(path, frozenset())
 
-    def error(self, err: ApiError) -> Response:
+    def error(self, err: ApiError, path: str, request_id: str) -> Response:
         content = {"message": err.message, "type": err.type, "param": err.param, "code": err.code}
         return Response(err.status, json.dumps({"error": content}).encode())
 

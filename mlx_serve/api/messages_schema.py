@@ -1,0 +1,199 @@
+"""From a request's bytes to a MessagesRequest, or an ApiError 400 that names the field.
+
+Fields that are for Anthropic's own service change nothing here and are ignored, as unknown ones are: metadata,
+service_tier, container, mcp_servers, context_management, inference_geo, speed, ``cache_control`` anywhere, and
+``output_config`` but for its format. Reference: https://platform.claude.com/docs/en/api/messages
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Discriminator, FailFast, Field, Tag, model_validator
+
+from mlx_serve.api.fields import Float, Model, Object, Stops, Str
+from mlx_serve.api.messages_blocks import Message, SystemContent, as_chat
+from mlx_serve.api.schema import MAX_MESSAGES, MAX_TOOLS, Defaults
+from mlx_serve.core import ApiError, Sampling
+from mlx_serve.text.grammar import Function, Rule
+
+
+class Tool(Model):
+    """A function that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    description: Str | None = None
+    input_schema: Object
+
+    def as_function(self) -> dict[str, Any]:
+        """OpenAI's object for it, which chat templates take."""
+        about = {"description": self.description} if self.description is not None else {}
+        return {"type": "function", "function": {"name": self.name, **about, "parameters": self.input_schema}}
+
+
+class ServerTool(Model):
+    """A tool that runs on Anthropic's side, or that only their models know the schema of: not offered."""
+
+    type: Str
+    name: Str | None = None
+
+
+def _tool_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<custom>" if kind in (None, "custom") or "input_schema" in value else "<server>"
+
+
+AnyTool: TypeAlias = Annotated[
+    Annotated[Tool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")], Discriminator(_tool_kind)
+]
+
+
+class ToolChoice(Model):
+    """Whether the model may, must or must not call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: Str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Model):
+    """``budget_tokens`` is no limit here: models are not cut off in their reasoning."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
+
+
+class _Format(Model):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Model):
+    format: _Format | None = None
+
+
+class CountRequest(Model):
+    """POST /v1/messages/count_tokens: what makes a prompt."""
+
+    model: Str | None = None
+    # At the first fault, or a body of a million faulty items would be a million errors to write down.
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    system: SystemContent = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: Thinking | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> CountRequest:
+        self._check_tool_choice()
+        if self.messages[-1].role == "assistant" and self.chat_messages[-1].get("tool_calls"):
+            text = "The last message calls tools: their results must follow, in a message of role 'user'."
+            raise ApiError(400, text, param="messages")
+        return self
+
+    def _check_tool_choice(self) -> None:
+        choice = self.tool_choice
+        if choice.type == "tool" and choice.name is None:
+            text = "Missing required parameter: 'tool_choice.name'."
+            raise ApiError(400, text, param="tool_choice.name", code="missing_required_parameter")
+        if choice.type in ("any", "tool") and not self._chosen():
+            text = "'tool_choice' asks for a call, but 'tools' has no tool for it."
+            raise ApiError(400, text, param="tool_choice")
+
+    def _chosen(self) -> list[tuple[int, Tool]]:
+        """The tools that ``tool_choice`` leaves, with their places in the request."""
+        choice = self.tool_choice
+        tools = [(i, tool) for i, tool in enumerate(self.tools) if isinstance(tool, Tool)]
+        return [(i, tool) for i, tool in tools if choice.type != "tool" or tool.name == choice.name]
+
+    @property
+    def chat_messages(self) -> list[dict[str, Any]]:
+        """The conversation for the chat template, in OpenAI's form."""
+        return as_chat(self.system, self.messages)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the last message is the beginning of the answer."""
+        return self.messages[-1].role == "assistant"
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of, in OpenAI's form.
+
+        All of them even when one is forced: they stand at the beginning of the prompt, which is to stay the same.
+        """
+        if self.tool_choice.type == "none":
+            return []
+        return [tool.as_function() for tool in self.tools if isinstance(tool, Tool)]
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the request has for the chat template; without a word about thinking the model has its own way."""
+        return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+
+
+class MessagesRequest(CountRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool = False
+    stop_sequences: Stops = Field(default_factory=list)
+    temperature: Annotated[Float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    output_config: _OutputConfig = _OutputConfig()
+    # The older name of output_config.format.
+    output_format: _Format | None = None
+
+    def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
+        """How tokens are chosen; what the request leaves out comes from ``defaults``."""
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=defaults.temperature if self.temperature is None else self.temperature,
+            top_p=defaults.top_p if self.top_p is None else self.top_p,
+            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            min_p=defaults.min_p,
+            n_draft_tokens=defaults.n_draft_tokens,
+            top_logprobs=top_logprobs,
+        )
+
+    # One answer, from chance, without log-probabilities: Anthropic's API has no fields for these.
+    @property
+    def seed(self) -> int | None:
+        """None: never given."""
+        return None
+
+    @property
+    def n_samples(self) -> int:
+        """One answer."""
+        return 1
+
+    @property
+    def priority(self) -> int:
+        """As everybody's."""
+        return 0
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """None: never asked for."""
+        return None
+
+    @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; none: it need not."""
+        if self.tool_choice.type not in ("any", "tool"):
+            return []
+        return [Function(tool.name, tool.input_schema, f"tools[{i}].input_schema") for i, tool in self._chosen()]
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may make; None: any number."""
+        return 1 if self.tool_choice.disable_parallel_tool_use else None
+
+    def rule(self) -> Rule | None:
+        """What the text must be; nothing when there has to be a call, and so no text."""
+        wanted, param = self.output_config.format, "output_config.format.schema"
+        if wanted is None:
+            wanted, param = self.output_format, "output_format.schema"
+        return Rule("json_schema", wanted.schema_, param) if wanted is not None and not self.must_call else None

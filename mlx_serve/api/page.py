@@ -1,0 +1,43 @@
+"""The page at /: its files, read once, as finished responses with the headers that fence it in.
+
+The files are static and hold no data: what the page shows it asks for as any client does, with a key if one is needed.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files as package_files
+
+from mlx_serve.core import Response
+
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+PATHS = frozenset(_FILES)
+
+# Its own files and its own server, and nothing else. No inline script or style: what a model writes could become one.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+)
+HEADERS = (
+    ("Content-Security-Policy", _POLICY),
+    ("X-Content-Type-Options", "nosniff"),
+    ("X-Frame-Options", "DENY"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Opener-Policy", "same-origin"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+    # Asked for again after an update; the files are small.
+    ("Cache-Control", "no-cache"),
+)
+
+
+def files() -> dict[str, Response]:
+    """The page's files by path."""
+    folder = package_files("mlx_serve") / "ui"
+    return {
+        path: Response(200, (folder / name).read_bytes(), content_type, HEADERS)
+        for path, (name, content_type) in _FILES.items()
+    }

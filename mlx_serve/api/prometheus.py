@@ -1,0 +1,97 @@
+"""The metrics in Prometheus's text format, by prometheus-client, which is an extra: the counting works without it.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names: docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_serve.core import ApiError, EngineStats, Response
+from mlx_serve.metrics import Counter, Histogram, Metrics
+
+PREFIX = "mlx_serve:"
+# Not negotiated: every Prometheus reads it, and the client's version of a format is none to repeat in a header.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_GAUGES = {
+    "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches can come to."),
+    "prefix_cache_bytes": ("prefix_cache_bytes", "Bytes of the KV caches kept for reuse."),
+    "prefix_cache_entries": ("prefix_cache_entries", "KV caches kept for reuse."),
+    "weights_bytes": ("weights_bytes", "Bytes of the loaded models' weights."),
+    "memory_active_bytes": ("active_bytes", "Bytes that MLX's arrays take."),
+    "memory_peak_bytes": ("peak_bytes", "The most bytes that MLX's arrays took."),
+    "memory_cache_bytes": ("cache_bytes", "Bytes that MLX keeps for its next arrays."),
+}
+
+
+def respond(metrics: Metrics, engine: EngineStats, status: str) -> Response:
+    """Everything that is counted. Raises ApiError 501 when prometheus-client is not installed."""
+    try:
+        from prometheus_client import generate_latest, metrics_core
+    except ImportError:
+        raise ApiError(
+            501,
+            "GET /metrics needs the package prometheus-client: pip install 'mlx-serve[metrics]'. "
+            "GET /stats has the same figures as JSON without it.",
+            type="server_error",
+            code="metrics_not_installed",
+        ) from None
+    families = list(_families(metrics_core, metrics, engine, status))
+    return Response(200, generate_latest(_Collected(families)), CONTENT_TYPE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """What prometheus-client asks of a registry. Not its own: that one is a global."""
+
+    families: list[Any]
+
+    def collect(self) -> list[Any]:
+        return self.families
+
+
+def _families(core: Any, metrics: Metrics, engine: EngineStats, status: str) -> Iterator[Any]:
+    for counter in metrics.counters():
+        yield _counter(core, counter)
+    for histogram in metrics.histograms():
+        yield _histogram(core, histogram)
+    yield _per_model(core, "num_requests_waiting", "Sequences that wait.", engine, "waiting")
+    yield _per_model(core, "num_requests_running", "Sequences that run.", engine, "running")
+    for name, (attribute, text) in _GAUGES.items():
+        yield core.GaugeMetricFamily(PREFIX + name, text, getattr(engine, attribute))
+    yield core.CounterMetricFamily(PREFIX + "prefix_cache_evictions", "KV caches given up for room.", engine.evictions)
+    yield core.GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine's thread lives.", int(status != "stopped"))
+
+
+def _counter(core: Any, counter: Counter) -> Any:
+    family = core.CounterMetricFamily(PREFIX + counter.name, counter.help, labels=counter.labels)
+    for values, total in counter.series().items():
+        family.add_metric(values, total)
+    return family
+
+
+def _histogram(core: Any, histogram: Histogram) -> Any:
+    family = core.HistogramMetricFamily(PREFIX + histogram.name, histogram.help, labels=histogram.labels)
+    for values, buckets in histogram.series().items():
+        pairs = [(_le(bound), count) for bound, count in zip(buckets.bounds, buckets.counts, strict=True)]
+        family.add_metric(values, pairs, buckets.sum)
+    return family
+
+
+def _le(bound: float) -> str:
+    return "+Inf" if bound == float("inf") else str(bound)
+
+
+def _per_model(core: Any, name: str, help: str, engine: EngineStats, attribute: str) -> Any:
+    """A series for each loaded model; what belongs to none (it is not loaded yet) has an empty name."""
+    family = core.GaugeMetricFamily(PREFIX + name, help, labels=("model_name",))
+    rest = getattr(engine, attribute)
+    for model in engine.models:
+        family.add_metric((model.name,), getattr(model, attribute))
+        rest -= getattr(model, attribute)
+    if rest > 0 or not engine.models:
+        family.add_metric(("",), max(0, rest))
+    return family

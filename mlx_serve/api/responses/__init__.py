@@ -1,0 +1,1 @@
+"""OpenAI's Responses dialect: items in, the same deltas as chat has, items and events out."""

@@ -1,0 +1,259 @@
+"""The routes of the Responses dialect, and what each does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+from pydantic import TypeAdapter
+
+from mlx_serve.api.generation import OutputOptions
+from mlx_serve.api.render import dumps
+from mlx_serve.api.responses import history
+from mlx_serve.api.responses.items import Item, Reference, as_list, listed
+from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
+from mlx_serve.api.responses.schema import ResponseRequest
+from mlx_serve.api.responses.store import ResponseStore, Turn, conversation, input_of
+from mlx_serve.api.schema import read_object, validated
+from mlx_serve.api.serving import (
+    Reply,
+    Services,
+    chat_gate,
+    check_length,
+    compiled_grammar,
+    constrain,
+    context_tokens,
+    defaults_of,
+    find_model,
+    json_response,
+    make_jobs,
+    template_options,
+)
+from mlx_serve.core import ApiError, Prompt, RawRequest, Response
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.text.prompt import chat_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+
+_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+_MAX_PAGE, _PAGE = 100, 20
+# As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
+MAX_CONVERSATION_BYTES = 32 * 2**20
+
+
+def create(services: Services, request: RawRequest) -> Response:
+    """POST /v1/responses"""
+    asked = _read(services.responses, request.body)
+    body = asked.body
+    entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
+    must_call, free_input = body.must_call(), body.free_input()
+    rule = free_input.rule() if free_input is not None else body.rule()
+    grammar = compiled_grammar(services, entry, rule, must_call)
+    stored = body.store and services.responses.keeps
+    response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
+    prompt = _prompt(services, entry, tokenizer, asked)
+    tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
+    options = OutputOptions(tuple(body.stop), tools, forced_call=bool(must_call), max_calls=body.max_calls)
+    limit = body.wanted_tokens or _default_limit(services, entry)
+    jobs = make_jobs(services, entry, body, [prompt], limit, param="input")
+    if grammar is not None:
+        constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
+    keep = _keeper(services.responses, asked) if stored else lambda _: None
+    writer = ResponseWriter(response, Shape.of(body), keep)
+    return Reply(services, request, entry, jobs, options, body.stream).respond(writer, tokenizer)
+
+
+def input_tokens(services: Services, request: RawRequest) -> Response:
+    """POST /v1/responses/input_tokens: what a request's prompt comes to."""
+    asked = _read(services.responses, request.body)
+    entry, tokenizer = find_model(services, asked.body.model, asked.body.adapters, asked.body.draft_model)
+    prompt = _prompt(services, entry, tokenizer, asked)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+def get(services: Services, request: RawRequest) -> Response:
+    """GET /v1/responses/{id}"""
+    if parse_qs(request.query).get("stream") == ["true"]:
+        text = "A response that has ended cannot be streamed again: 'stream' true is not served here."
+        raise ApiError(400, text, param="stream")
+    return Response(200, _turn(services, request).response)
+
+
+def delete(services: Services, request: RawRequest) -> Response:
+    """DELETE /v1/responses/{id}"""
+    response_id = _id(request)
+    if not services.responses.delete(response_id):
+        raise _not_found(response_id)
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def cancel(services: Services, request: RawRequest) -> Response:
+    """POST /v1/responses/{id}/cancel: for responses in the background, of which there are none."""
+    _turn(services, request)
+    raise ApiError(400, "Only a response that runs in the background can be cancelled: close the connection instead.")
+
+
+def input_items(services: Services, request: RawRequest) -> Response:
+    """GET /v1/responses/{id}/input_items: a page of them, the newest first unless ``order`` is asc."""
+    items = input_of(_turn(services, request))
+    query = {key: values[-1] for key, values in parse_qs(request.query).items()}
+    if query.get("order", "desc") not in ("asc", "desc"):
+        raise ApiError(400, "Invalid value for 'order': Must be 'asc' or 'desc'.", param="order")
+    if query.get("order") != "asc":
+        items.reverse()
+    if "after" in query:
+        places = [i for i, item in enumerate(items) if item["id"] == query["after"]]
+        if not places:
+            raise ApiError(400, "Invalid value for 'after': there is no such item.", param="after")
+        items = items[places[0] + 1 :]
+    limit = _limit(query.get("limit"))
+    page = items[:limit]
+    ids = [item["id"] for item in page] or [""]
+    places_of = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > limit}
+    return json_response({"object": "list", "data": page, **places_of})
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A request with what the server keeps for it. ``own``: its items as they came, references resolved."""
+
+    raw: Mapping[str, Any]
+    body: ResponseRequest
+    own: list[dict[str, Any]]
+    items: list[Item]
+    before: Turn | None
+
+
+def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
+    raw = read_object(raw_body)
+    body = validated(ResponseRequest, raw)
+    _check_text(raw)
+    before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
+    own: list[dict[str, Any]] = list(as_list(raw.get("input") or []))
+    items = [_ITEM.validate_python(item) for item in conversation(before)]
+    for i, item in enumerate(body.input):
+        if isinstance(item, Reference):
+            own[i] = _referred(store, item.id, f"input[{i}].id")
+        items.append(_ITEM.validate_python(own[i]) if isinstance(item, Reference) else item)
+    return _Asked(raw, body, own, items, before)
+
+
+def _before(store: ResponseStore, response_id: str) -> Turn:
+    param = "previous_response_id"
+    found = store.turn(response_id)
+    if found is None:
+        text = f"Previous response with id '{response_id[:80]}' not found."
+        raise ApiError(400, text, param=param, code="previous_response_not_found")
+    if found.n_conversation_bytes > MAX_CONVERSATION_BYTES:
+        text = f"The conversation has more than {MAX_CONVERSATION_BYTES} bytes: begin a new one."
+        raise ApiError(400, text, param=param)
+    return found
+
+
+def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:
+    found = store.item(item_id)
+    if found is None:
+        text = f"Item with id '{item_id[:80]}' not found: only items of a response that was stored can be referred to."
+        raise ApiError(400, text, param=param)
+    return found
+
+
+def _check_text(raw: Mapping[str, Any]) -> None:
+    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double."""
+    try:
+        dumps(raw).encode()
+    except ValueError:
+        text = "The request holds half of a surrogate pair, or a number that is too large."
+        raise ApiError(400, text) from None
+
+
+def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked) -> Prompt:
+    """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
+    messages = history.as_messages(asked.items, asked.body.instructions)
+    most = context_tokens(services, entry)
+    render = partial(_render, services, entry, tokenizer, asked)
+    if asked.body.truncation == "disabled" or most is None:
+        return render(messages)
+    # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
+    return _truncated(messages, render, most - min(asked.body.wanted_tokens or 1, most // 2))
+
+
+def _render(
+    services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked, messages: Sequence[dict[str, Any]]
+) -> Prompt:
+    check_length(services, entry, tokenizer, history.n_chars(messages), "input")
+    return chat_prompt(
+        tokenizer,
+        messages,
+        tools=[offer.definition() for offer in asked.body.offers()],
+        options=template_options(services, entry, asked.body.template_options),
+    )
+
+
+def _truncated(
+    messages: list[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], Prompt], most: int
+) -> Prompt:
+    """The prompt of as many of the last turns as fit into ``most`` tokens, found by halving."""
+
+    def prompt_of(n_dropped: int) -> Prompt | None:
+        try:
+            prompt = render(history.without_oldest(messages, n_dropped))
+        except ApiError as error:
+            if error.code != "context_length_exceeded" or n_dropped == n_droppable:
+                raise
+            return None
+        return prompt if len(prompt.tokens) <= most or n_dropped == n_droppable else None
+
+    n_droppable = history.n_turns(messages) - 1
+    whole = prompt_of(0) if n_droppable > 0 else render(messages)
+    if whole is not None:
+        return whole
+    low, high = 1, n_droppable
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if prompt_of(middle) is not None else (middle + 1, high)
+    found = prompt_of(low)
+    assert found is not None
+    return found
+
+
+def _default_limit(services: Services, entry: ModelEntry) -> int:
+    """As at OpenAI, an answer may be as long as the context leaves room for: agents do not say how long."""
+    most = context_tokens(services, entry)
+    return defaults_of(services, entry).max_tokens if most is None else most
+
+
+def _keeper(store: ResponseStore, asked: _Asked) -> Callable[[dict[str, Any]], None]:
+    own = [listed(item) for item in asked.own]
+
+    def keep(response: dict[str, Any]) -> None:
+        ours = [item["id"] for item in response["output"]]
+        store.keep(response, own, asked.before, ours)
+
+    return keep
+
+
+def _id(request: RawRequest) -> str:
+    return request.path.removeprefix("/v1").removeprefix("/responses/").partition("/")[0]
+
+
+def _turn(services: Services, request: RawRequest) -> Turn:
+    response_id = _id(request)
+    found = services.responses.turn(response_id)
+    if found is None:
+        raise _not_found(response_id)
+    return found
+
+
+def _not_found(response_id: str) -> ApiError:
+    return ApiError(404, f"Response with id '{response_id[:80]}' not found.", param="response_id")
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _PAGE
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= _MAX_PAGE):
+        raise ApiError(400, f"Invalid value for 'limit': Must be an integer between 1 and {_MAX_PAGE}.", param="limit")
+    return int(text)

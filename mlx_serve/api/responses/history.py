@@ -1,0 +1,133 @@
+"""Items to chat messages. The same items give the same messages, whether a client sends them again or the server kept
+them: what was once a prompt stays the beginning of the next one, and its KV cache is found.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_serve.api.responses.items import (
+    Call,
+    CallOutput,
+    CustomCall,
+    Item,
+    Message,
+    Other,
+    Reasoning,
+    ShellCall,
+    ShellOutput,
+)
+from mlx_serve.api.responses.tools import INPUT, alias
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """An assistant's message: what it thought, said and called before anybody else spoke."""
+
+    reasoning: list[str] = field(default_factory=list)
+    content: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def takes(self, item: Item) -> bool:
+        """Whether an item goes on with this message. Thoughts begin one; text follows text only behind a call."""
+        if isinstance(item, Reasoning):
+            return not self.content and not self.calls
+        return not isinstance(item, Message) or not self.content or bool(self.calls)
+
+    def message(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": "assistant", "content": "".join(self.content)}
+        if self.reasoning:
+            out["reasoning_content"] = "\n\n".join(self.reasoning)
+        return out | ({"tool_calls": self.calls} if self.calls else {})
+
+
+def as_messages(items: Iterable[Item], instructions: str | None = None) -> list[dict[str, Any]]:
+    """Messages for the chat template. Items that have no place in it are left out."""
+    out: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
+    turn: _Turn | None = None
+    for item in items:
+        if isinstance(item, Other):
+            log.debug("an item is skipped: %s", ascii(item.type[:80]))
+        elif isinstance(item, Reasoning) and not item.text:
+            log.debug("reasoning is skipped: nobody here can read it")
+        elif _is_assistant(item):
+            if turn is not None and not turn.takes(item):
+                out.append(turn.message())
+                turn = None
+            turn = turn or _Turn()
+            _add(turn, item)
+        else:
+            out += [turn.message()] if turn is not None else []
+            turn = None
+            out.append(_other_message(item))
+    return [*out, turn.message()] if turn is not None else out
+
+
+def n_turns(messages: Sequence[dict[str, Any]]) -> int:
+    """How many times a user began to speak."""
+    return len(_starts(messages))
+
+
+def without_oldest(messages: Sequence[dict[str, Any]], n_dropped: int) -> list[dict[str, Any]]:
+    """Messages without the first turns; what the system says stays. A call and its result go together."""
+    starts = _starts(messages)
+    first = starts[n_dropped] if n_dropped else 0
+    return [message for i, message in enumerate(messages) if i >= first or message["role"] == "system"]
+
+
+def _starts(messages: Sequence[dict[str, Any]]) -> list[int]:
+    return [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "user" and (i == 0 or messages[i - 1]["role"] != "user")
+    ]
+
+
+def n_chars(messages: Iterable[dict[str, Any]]) -> int:
+    """How much text is in them."""
+    return sum(_message_chars(message) for message in messages)
+
+
+def _message_chars(message: dict[str, Any]) -> int:
+    calls = message.get("tool_calls", ())
+    arguments = sum(len(call["function"]["arguments"]) for call in calls)
+    return len(message["content"]) + len(message.get("reasoning_content", "")) + arguments
+
+
+def _is_assistant(item: Item) -> bool:
+    is_message = isinstance(item, Message) and item.role == "assistant"
+    return is_message or isinstance(item, Reasoning | Call | CustomCall | ShellCall)
+
+
+def _add(turn: _Turn, item: Item) -> None:
+    if isinstance(item, Reasoning):
+        turn.reasoning.append(item.text)
+    elif isinstance(item, Message):
+        turn.content.append(item.content)
+    elif isinstance(item, Call):
+        turn.calls.append(_call(item.call_id, alias(item.namespace, item.name), item.arguments))
+    elif isinstance(item, CustomCall):
+        arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+        turn.calls.append(_call(item.call_id, alias(item.namespace, item.name), arguments))
+    elif isinstance(item, ShellCall):
+        turn.calls.append(_call(item.call_id, item.name, item.arguments))
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _other_message(item: Item) -> dict[str, Any]:
+    if isinstance(item, CallOutput):
+        return {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
+    if isinstance(item, ShellOutput):
+        return {"role": "tool", "content": item.output, "tool_call_id": item.call_id or item.id}
+    assert isinstance(item, Message)
+    # ``developer`` is the newer name of ``system``.
+    return {"role": "user" if item.role == "user" else "system", "content": item.content}

@@ -1,0 +1,162 @@
+"""A Responses request: the fields it shares with chat, and its own. Reference:
+https://platform.openai.com/docs/api-reference/responses/create
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, FailFast, Field, model_validator
+
+from mlx_serve.api.fields import Model, Str, TemplateOptions, refuse
+from mlx_serve.api.responses.items import Items
+from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
+from mlx_serve.api.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, Effort, Request, effort_options
+from mlx_serve.core import ApiError
+from mlx_serve.text.grammar import Function, Rule
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED = "reasoning.encrypted_content"
+# OpenAI's own limits.
+_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+
+
+def _metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > _MAX_PAIRS:
+        refuse(f"At most {_MAX_PAIRS} pairs.")
+    if any(len(key) > _MAX_KEY_CHARS or len(text) > _MAX_VALUE_CHARS for key, text in value.items()):
+        refuse(f"Keys have at most {_MAX_KEY_CHARS} characters, values {_MAX_VALUE_CHARS}.")
+    return value
+
+
+class Format(Model):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    # The text conforms either way.
+    strict: bool | None = None
+    description: Str | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Format:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            refuse("The type 'json_schema' needs a 'name' and a 'schema'.")
+        return self
+
+    def rule(self) -> Rule | None:
+        """For the grammar; None: any text."""
+        if self.type == "text":
+            return None
+        schema = self.schema_ if self.type == "json_schema" else {"type": "object"}
+        return Rule("json_schema", schema, "text.format")
+
+
+class TextOptions(Model):
+    """``verbosity`` is for models that have one."""
+
+    format: Format = Format(type="text")
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Model):
+    """A ``summary`` is asked for by clients that show nothing else of the reasoning."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseRequest(Request):
+    """POST /v1/responses."""
+
+    # At the first fault, or a body of a million faulty items would be a million errors to write down.
+    input: Items = Field(default_factory=list)
+    instructions: Str | None = None
+    previous_response_id: Str | None = None
+    n: Literal[1] = 1
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    # OpenAI's limit on calls of its own tools, of which there are none here.
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    tool_choice: Choice = AUTO
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions = ReasoningOptions()
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    include: list[Str] = Field(default_factory=list)
+    truncation: Literal["auto", "disabled"] = "disabled"
+    metadata: Annotated[dict[str, Str], AfterValidator(_metadata)] = Field(default_factory=dict)
+    store: bool = True
+    background: bool = False
+    conversation: Any = None
+    prompt: Any = None
+    prompt_cache_key: Str | None = None
+    safety_identifier: Str | None = None
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _served(self) -> ResponseRequest:
+        if not self.input and self.previous_response_id is None:
+            code = "missing_required_parameter"
+            raise ApiError(400, "Missing required parameter: 'input'.", param="input", code=code)
+        if self.background:
+            text = "This server answers while the client waits: 'background' true is not served."
+            raise ApiError(400, text, param="background")
+        if self.conversation is not None:
+            text = "This server keeps no conversations: use 'previous_response_id', or send all of the 'input'."
+            raise ApiError(400, text, param="conversation")
+        if self.prompt is not None:
+            raise ApiError(400, "This server keeps no prompts: use 'instructions' and 'input'.", param="prompt")
+        chosen(self.tool_choice, self.tools)
+        return self
+
+    def _format_rules(self) -> list[Rule]:
+        rule = self.text.format.rule()
+        return [*super()._format_rules(), *([rule] if rule is not None else [])]
+
+    def offers(self) -> list[Offer]:
+        """The tools that the model is told of."""
+        return chosen(self.tool_choice, self.tools)
+
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; none: it need not."""
+        if self.tool_choice.mode != "required" or self.free_input() is not None:
+            return []
+        return [offer.function() for offer in self.offers()]
+
+    def free_input(self) -> Offer | None:
+        """The custom tool whose input the whole text is: the only one that may be called, held to its own grammar."""
+        found = self.offers() if self.tool_choice.mode == "required" else []
+        return found[0] if len(found) == 1 and found[0].rule() is not None else None
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may make; None: any number."""
+        return None if self.parallel_tool_calls else 1
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the request has for the chat template."""
+        return effort_options(self.reasoning.effort) | self.chat_template_kwargs
+
+    @property
+    def wants_summary(self) -> bool:
+        """Whether the client looks for reasoning in the summary."""
+        return (self.reasoning.summary or self.reasoning.generate_summary) is not None
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The request's own limit on output tokens."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    @property
+    def n_samples(self) -> int:
+        """There is one answer."""
+        return 1
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """How many alternatives a token's log-probabilities come with; None: not asked for."""
+        return self.top_logprobs if LOGPROBS in self.include else None

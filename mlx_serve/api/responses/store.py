@@ -1,0 +1,171 @@
+"""Responses that clients may come back to, in memory: bounded in number, bytes and time. Knows no HTTP, no model.
+
+A response continues an earlier one, so what it keeps of the conversation is a turn that points at the turn before it. A
+turn lives as long as a kept response needs it; its bytes count until then.
+
+    entries:  resp_a   resp_b   resp_c
+                 |        |        |
+    turns:    turn 1 <- turn 2 <- turn 3
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+# What a turn costs besides its JSON.
+_TURN_BYTES = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What one request and its answer added to a conversation, as JSON: a JSON text is as large as it looks."""
+
+    items: bytes
+    response: bytes
+    n_own: int
+    before: Turn | None
+    # The ids that the server gave to items of this turn.
+    item_ids: tuple[str, ...]
+    # The items of the conversation up to here, in bytes.
+    n_conversation_bytes: int = field(init=False)
+    # Kept responses, and turns behind it, that need this one.
+    n_users: int = 0
+
+    def __post_init__(self) -> None:
+        self.n_conversation_bytes = len(self.items) + (self.before.n_conversation_bytes if self.before else 0)
+
+    @property
+    def n_bytes(self) -> int:
+        """As the limit counts it."""
+        return len(self.items) + len(self.response) + _TURN_BYTES
+
+
+@dataclass(slots=True)
+class _Entry:
+    turn: Turn
+    expires_at: float
+
+
+@dataclass(slots=True)
+class ResponseStore:
+    """At most ``max_count`` responses, ``max_bytes`` of JSON, each for ``ttl_s``. ``max_count`` 0: nothing is kept.
+
+    The least recently used goes first. Any thread.
+    """
+
+    max_count: int = 1000
+    max_bytes: int = 256 * 2**20
+    ttl_s: float = 3600.0
+    clock: Callable[[], float] = time.monotonic
+    n_bytes: int = field(default=0, init=False)
+    _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict, init=False)
+    _turn_of_item: dict[str, Turn] = field(default_factory=dict, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
+
+    def __len__(self) -> int:
+        """How many responses are kept."""
+        return len(self._entries)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is ever kept."""
+        return self.max_count > 0
+
+    def turn(self, response_id: str) -> Turn | None:
+        """The last turn of a response's conversation, or None. Using it makes it recent."""
+        with self._lock:
+            self._drop_expired()
+            entry = self._entries.get(response_id)
+            if entry is None:
+                return None
+            self._entries.move_to_end(response_id)
+            return entry.turn
+
+    def item(self, item_id: str) -> dict[str, Any] | None:
+        """An item that the server gave an id to, or None."""
+        with self._lock:
+            self._drop_expired()
+            turn = self._turn_of_item.get(item_id)
+        found: Iterable[dict[str, Any]] = json.loads(turn.items) if turn is not None else ()
+        return next((item for item in found if item.get("id") == item_id), None)
+
+    def keep(
+        self,
+        response: Mapping[str, Any],
+        own: Sequence[Mapping[str, Any]],
+        before: Turn | None,
+        item_ids: Iterable[str],
+    ) -> None:
+        """Keep a response: ``own`` is its input, without what ``before`` has."""
+        items = json.dumps([*own, *response["output"]], ensure_ascii=False).encode()
+        turn = Turn(items, json.dumps(response, ensure_ascii=False).encode(), len(own), before, tuple(item_ids))
+        if not self.keeps or turn.n_bytes > self.max_bytes:
+            return
+        with self._lock:
+            self._drop_expired()
+            self._entries[response["id"]] = _Entry(turn, self.clock() + self.ttl_s)
+            self._use(turn)
+            while len(self._entries) > self.max_count or self.n_bytes > self.max_bytes:
+                self._drop(next(iter(self._entries)))
+
+    def delete(self, response_id: str) -> bool:
+        """Forget a response; False when it was not there. What others continue from it stays with them."""
+        with self._lock:
+            self._drop_expired()
+            is_there = response_id in self._entries
+            if is_there:
+                self._drop(response_id)
+            return is_there
+
+    def _drop_expired(self) -> None:
+        # They are in the order of their use, not of their age.
+        now = self.clock()
+        for response_id in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
+            self._drop(response_id)
+
+    def _drop(self, response_id: str) -> None:
+        self._release(self._entries.pop(response_id).turn)
+
+    def _use(self, turn: Turn) -> None:
+        """One more needs a turn, and with it those before."""
+        link: Turn | None = turn
+        while link is not None:
+            link.n_users += 1
+            if link.n_users > 1:
+                return
+            self.n_bytes += link.n_bytes
+            self._turn_of_item.update(dict.fromkeys(link.item_ids, link))
+            link = link.before
+
+    def _release(self, turn: Turn) -> None:
+        link: Turn | None = turn
+        while link is not None:
+            link.n_users -= 1
+            if link.n_users > 0:
+                return
+            self.n_bytes -= link.n_bytes
+            for item_id in link.item_ids:
+                if self._turn_of_item.get(item_id) is link:
+                    del self._turn_of_item[item_id]
+            link = link.before
+
+
+def conversation(last: Turn | None) -> list[dict[str, Any]]:
+    """The items of a turn and of all before it, in their order."""
+    turns = []
+    while last is not None:
+        turns.append(last)
+        last = last.before
+    return [item for turn in reversed(turns) for item in json.loads(turn.items)]
+
+
+def input_of(turn: Turn) -> list[dict[str, Any]]:
+    """What the model was given before it answered: the conversation so far, and the turn's own input."""
+    own: list[dict[str, Any]] = json.loads(turn.items)[: turn.n_own]
+    return conversation(turn.before) + own

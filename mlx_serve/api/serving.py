@@ -1,0 +1,319 @@
+"""What every dialect does between its request and its reply: model, grammar, jobs, and the answer whole or streamed.
+
+Knows the engine, and no dialect: fields and shapes are the callers'.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from mlx_serve.api import errors, render
+from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.responses.store import ResponseStore
+from mlx_serve.api.schema import ChatRequest, Defaults
+from mlx_serve.core import (
+    ApiError,
+    ClientGone,
+    EngineStats,
+    Event,
+    Gate,
+    Job,
+    Prompt,
+    RawRequest,
+    Response,
+    Sampling,
+    internal_error,
+)
+from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.metrics import Metrics, Trace
+from mlx_serve.text.formats import formats
+from mlx_serve.text.grammar import Function, Rule, compile_forced_call, compile_rule
+from mlx_serve.text.prompt import chat_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# An odd constant of 64 bits (2**64 over the golden ratio), so that the samples of one seed are not those of the next.
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+# OpenAI's fields for the format of an answer in words.
+_FORMAT_FIELDS = ("response_format", "text.format")
+
+
+class Tokenizers(Protocol):
+    """Where tokenizers come from."""
+
+    def tokenizer(self, entry: ModelEntry) -> Tokenizer:
+        """The tokenizer of a model. Raises ApiError when it can't be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the endpoints work with."""
+
+    scheduler: Scheduler
+    catalog: Catalog
+    tokenizers: Tokenizers
+    fingerprint: str
+    defaults: Defaults = field(default_factory=Defaults)
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    max_model_len: int | None = None
+    # The command line's adapters and draft model, which a request may name and no others.
+    adapter: str | None = None
+    draft_model: str | None = None
+    draining: Callable[[], bool] = lambda: False
+    # The names of the models that are in memory.
+    loaded: Callable[[], frozenset[str]] = frozenset
+    # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
+    check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
+    # What clients of the Responses dialect may come back to.
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    metrics: Metrics = field(default_factory=Metrics)
+    # What only the engine knows. None: the scheduler is asked.
+    engine_stats: Callable[[], EngineStats] | None = None
+    # Sequences that may wait; at so many no request more is taken.
+    max_queue: int | None = None
+    # The page's files by path; empty: there is no page.
+    page: Mapping[str, Response] = field(default_factory=dict)
+    version: str = ""
+
+
+class Sampled(Protocol):
+    """A request that says how its answers are chosen."""
+
+    @property
+    def seed(self) -> int | None:
+        """The same seed gives the same answer."""
+
+    @property
+    def n_samples(self) -> int:
+        """How many answers each prompt gets."""
+
+    @property
+    def needed_logprobs(self) -> int | None:
+        """How many alternatives a token's log-probabilities come with; None: not asked for."""
+
+    @property
+    def priority(self) -> int:
+        """Smaller is earlier."""
+
+    def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
+        """How tokens are chosen; what the request leaves out comes from ``defaults``."""
+
+
+class Writer(Protocol):
+    """How one dialect writes an answer down."""
+
+    def stream(self, generation: Generation) -> Iterator[bytes]:
+        """Its events, one write each."""
+
+    def whole(self, generation: Generation) -> dict[str, Any]:
+        """The answer in one piece."""
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One request's answer, streamed or whole. ``n_per_prompt`` jobs share a prompt."""
+
+    services: Services
+    request: RawRequest
+    entry: ModelEntry
+    jobs: Sequence[Job]
+    options: OutputOptions
+    is_stream: bool
+    n_per_prompt: int = 1
+
+    def head(self, prefix: str) -> render.Head:
+        """A new id under ``prefix``, and what else all chunks of the answer share."""
+        return render.new_head(prefix, self.entry.name, self.services.fingerprint)
+
+    def respond(self, writer: Writer, tokenizer: Tokenizer) -> Response:
+        """Raises ApiError while nothing was sent; once a stream runs, an error is its last event."""
+        generation = Generation(
+            self.services.scheduler, tokenizer, self.jobs, self.options, self.request.alive, self._trace()
+        )
+        generation.submit()
+        if self.is_stream:
+            return Response(200, _Stream(self._stream(writer, generation), generation), "text/event-stream")
+        try:
+            return json_response(writer.whole(generation))
+        finally:
+            self._note(generation)
+
+    def _trace(self) -> Trace:
+        request = self.request
+        route = request.path.removeprefix("/v1")
+        return Trace(
+            self.services.metrics, self.entry.name, route, request.request_id, request.received_at, len(self.jobs)
+        )
+
+    def _stream(self, writer: Writer, generation: Generation) -> Generator[bytes, None, None]:
+        try:
+            yield from writer.stream(generation)
+        except ClientGone:
+            raise
+        except ApiError as error:
+            self.request.notes["error"] = error.code or error.type
+            yield writer.failure(error)
+        except Exception:  # the request boundary of a stream: its 200 is out, so the reason must be its last event
+            log.exception("a stream failed")
+            self.request.notes["error"] = "server_error"
+            yield writer.failure(internal_error(self.request.request_id))
+        finally:
+            self._note(generation)
+
+    def _note(self, generation: Generation) -> None:
+        """For the log."""
+        usage = render.total_usage(generation.finishes, self.n_per_prompt)
+        reasons = {finish.reason for finish in generation.finishes}
+        self.request.notes.update(
+            model=self.entry.name,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            finish_reason=",".join(sorted(reasons)) or "none",
+        )
+
+
+class _Stream:
+    """A stream's pieces. Closing it frees its jobs even when not one piece was taken: a generator would not."""
+
+    def __init__(self, pieces: Generator[bytes, None, None], generation: Generation) -> None:
+        self._pieces = pieces
+        self._generation = generation
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        self._pieces.close()
+        self._generation.cancel()
+
+
+def find_model(
+    services: Services, name: str | None, adapters: str | None = None, draft_model: str | None = None
+) -> tuple[ModelEntry, Tokenizer]:
+    """The model that a request names. Raises ApiError 404, or 400 for adapters the operator did not name."""
+    _check_choice("adapters", adapters, services.adapter)
+    _check_choice("draft_model", draft_model, services.draft_model)
+    entry = services.catalog.find(name)
+    return entry, services.tokenizers.tokenizer(entry)
+
+
+def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
+    # mlx_lm.server loads whatever path or repository a client names; here the operator decides.
+    if wanted not in (None, DEFAULT_NAME, offered):
+        raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
+
+
+def request_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
+    """The prompt of a chat request. Raises ApiError 400 when it cannot fit, or the template refuses it."""
+    check_length(services, entry, tokenizer, sum(len(m.content or "") for m in body.messages), "messages")
+    return chat_prompt(
+        tokenizer,
+        [message.as_dict() for message in body.messages],
+        tools=body.offered_tools,
+        options=template_options(services, entry, body.template_options),
+        role_mapping=body.role_mapping,
+    )
+
+
+def template_options(services: Services, entry: ModelEntry, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """For the chat template: the request's word over the model's over the server's."""
+    return {**services.template_options, **entry.template_options, **wanted}
+
+
+def defaults_of(services: Services, entry: ModelEntry) -> Defaults:
+    """The model's own defaults win over the server's."""
+    return replace(services.defaults, **entry.defaults)  # type: ignore[arg-type]
+
+
+def compiled_grammar(
+    services: Services, entry: ModelEntry, rule: Rule | None, functions: Sequence[Function]
+) -> str | None:
+    """What the text has to match: a call of one of ``functions``, if there are any, or else ``rule``.
+
+    Raises ApiError 400 when that is too much, or cannot be compiled for the model.
+    """
+    if functions:
+        # A format is for an answer in words, and there will be none.
+        if rule is not None and rule.param not in _FORMAT_FIELDS:
+            text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
+            raise ApiError(400, text, param=rule.param)
+        grammar, param = compile_forced_call(functions), "tools"
+    elif rule is not None:
+        grammar, param = compile_rule(rule), rule.param
+    else:
+        return None
+    if fault := services.check_grammar(entry, grammar):
+        raise ApiError(400, f"Invalid value for '{param}': it cannot be compiled: {fault}", param=param)
+    return grammar
+
+
+def chat_gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> Gate:
+    """Where in a chat answer its grammar takes hold."""
+    found = formats(tokenizer)
+    # gpt-oss makes even a call that it has to make in its own way, should it begin one.
+    with_calls = bool(options.tools) and (not options.forced_call or found.is_harmony)
+    return found.gate(in_reasoning=prompt.in_reasoning, with_calls=with_calls)
+
+
+def constrain(jobs: Sequence[Job], grammar: str, gate: Gate) -> None:
+    """Hold the jobs to a grammar."""
+    for job in jobs:
+        job.sampling = replace(job.sampling, grammar=grammar, gate=gate)
+
+
+def make_jobs(
+    services: Services, entry: ModelEntry, body: Sampled, prompts: Sequence[Prompt], limit: int, *, param: str
+) -> list[Job]:
+    """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    defaults = defaults_of(services, entry)
+    jobs = []
+    for i, prompt in enumerate(prompts):
+        room = _room(services, entry, prompt, param)
+        sampling = body.sampling(defaults, body.needed_logprobs, min(limit, room))
+        for k in range(body.n_samples):
+            seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
+            index = i * body.n_samples + k
+            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), index, events, body.priority))
+    return jobs
+
+
+def context_tokens(services: Services, entry: ModelEntry) -> int | None:
+    """What prompt and output together may come to; None: nobody says."""
+    return context_limit(entry, services.max_model_len)
+
+
+def check_length(services: Services, entry: ModelEntry, tokenizer: Tokenizer, n_chars: int, param: str) -> None:
+    """Refuse what can't fit before it is tokenized, which takes many seconds for millions of characters."""
+    most = context_tokens(services, entry)
+    least = n_chars // tokenizer.max_token_chars
+    if most is not None and least > most:
+        raise errors.ContextLengthError(most, least, param)
+
+
+def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:
+    """How many tokens may follow the prompt."""
+    most = context_tokens(services, entry)
+    if most is None:
+        return 2**31
+    if len(prompt.tokens) >= most:
+        raise errors.ContextLengthError(most, len(prompt.tokens), param)
+    return most - len(prompt.tokens)
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A reply whose body is JSON."""
+    return Response(status, render.dumps(value).encode())

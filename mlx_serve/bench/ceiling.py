@@ -1,0 +1,115 @@
+"""What mlx-lm does with the same prompts without a server, in a child process: the most that a server could reach.
+
+The child (bench/offline.py) imports MLX and this process does not. One is started when a round is over and ended before
+the next, so that it is never there while the server is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx_serve
+from mlx_serve.bench.workload import Message
+
+DEMO = "demo"
+_STOP_TIMEOUT_S = 5.0
+
+
+class CeilingError(Exception):
+    """The child ended too early; it said why on stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """What one batch came to. Not timed: loading, chat template, tokenizing. ``n_short``: ended before max_tokens."""
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    n_short: int
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+
+class Ceiling:
+    """The child, which takes one batch after the other."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[Message] | str],
+        batch_size: int,
+        max_tokens: int | Sequence[int],
+        *,
+        ignore_eos: bool = False,
+        warm_up: bool = True,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> Offline:
+        """Generate greedily, ``batch_size`` sequences at a time. Raises CeilingError."""
+        task = {
+            "prompts": list(prompts),
+            "batch_size": batch_size,
+            "max_tokens": max_tokens if isinstance(max_tokens, int) else list(max_tokens),
+            "ignore_eos": ignore_eos,
+            "warm_up": warm_up,
+            "template_options": dict(template_options or {}),
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            self._process.wait()  # until it has said why
+            raise CeilingError("the offline process ended; what it said is above")
+        return Offline(**json.loads(line))
+
+
+@contextmanager
+def ceiling(model: str) -> Iterator[Ceiling]:
+    """The child with a model loaded (a directory, or DEMO), until the block ends."""
+    process = subprocess.Popen(  # noqa: S603 - our own module, and a path that the user gave
+        # -P: a json.py in the current folder is not json. The child finds this very package by PYTHONPATH.
+        [sys.executable, "-P", "-m", "mlx_serve.bench.offline", model],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=_environ(),
+        process_group=0,  # Ctrl-C is for this process, which ends the child
+    )
+    try:
+        yield Ceiling(process)
+    finally:
+        _end(process)
+
+
+def _environ() -> dict[str, str]:
+    package = str(Path(mlx_serve.__file__).resolve().parents[1])
+    others = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{others}" if others else package}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.communicate(timeout=_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()

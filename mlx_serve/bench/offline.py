@@ -1,0 +1,87 @@
+"""The child that shows what mlx-lm does without a server: batch_generate over a list of prompts, greedily.
+
+    python -m mlx_serve.bench.offline MODEL_DIRECTORY_OR_demo
+
+Reads tasks as JSON lines on stdin and writes a JSON line for each. Runs until stdin ends. Loading the model, the chat
+template and tokenizing are not timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_serve import blas
+from mlx_serve.demo import ensure_demo_model
+
+_WARM_UP_TOKENS = 8
+
+
+def main() -> None:
+    """Answer tasks until stdin ends."""
+    # Replies alone go to stdout; what libraries print goes with the errors.
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        blas.preload_openblas()
+        from mlx_lm import load
+
+        path = ensure_demo_model() if sys.argv[1] == "demo" else sys.argv[1]
+        model, tokenizer = load(str(path))[:2]
+        for line in sys.stdin:
+            print(json.dumps(run(model, tokenizer, json.loads(line))), file=replies, flush=True)
+
+
+def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
+    """Generate for one task; the figures are those of ``ceiling.Offline``."""
+    prompts = [token_ids(tokenizer, prompt, task["template_options"]) for prompt in task["prompts"]]
+    limits = task["max_tokens"]
+    limits = limits if isinstance(limits, list) else [limits] * len(prompts)
+    ends = tokenizer.eos_token_ids
+    try:
+        if task["ignore_eos"]:
+            tokenizer.eos_token_ids = []
+        if task["warm_up"]:  # kernels are compiled for the size of a batch
+            first = [prompt[:_WARM_UP_TOKENS] for prompt in prompts[: task["batch_size"]]]
+            generate(model, tokenizer, first, [_WARM_UP_TOKENS] * len(first), task["batch_size"])
+        start = time.perf_counter()
+        counts = generate(model, tokenizer, prompts, limits, task["batch_size"])
+        seconds = time.perf_counter() - start
+    finally:
+        tokenizer.eos_token_ids = ends
+    return {
+        "seconds": seconds,
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_tokens": sum(counts),
+        "n_short": sum(n < limit for n, limit in zip(counts, limits, strict=True)),
+    }
+
+
+def token_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], template_options: dict[str, Any]) -> list[int]:
+    """As the server makes them."""
+    if isinstance(prompt, str):
+        return list(tokenizer.encode(prompt))
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template_options))
+
+
+def generate(model: Any, tokenizer: Any, prompts: list[list[int]], limits: Sequence[int], batch_size: int) -> list[int]:
+    """How many tokens came for each prompt."""
+    from mlx_lm.generate import batch_generate
+
+    response = batch_generate(
+        model,
+        tokenizer,
+        prompts,
+        max_tokens=list(limits),
+        return_token_ids=True,
+        completion_batch_size=batch_size,
+        prefill_batch_size=batch_size,
+    )
+    return [len(ids) for ids in response.token_ids]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The flags of ``mlx-serve bench``. A bad one ends the process with a usage line that names it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_serve.bench.ceiling import DEMO
+from mlx_serve.bench.client import Server, server_at
+from mlx_serve.bench.stats import Slo
+from mlx_serve.flags import json_object
+
+DEFAULT_CONCURRENCY = (1, 4, 16)
+DEFAULT_REQUESTS = 32
+DEFAULT_OUTPUT_TOKENS = 128
+# A thread and a connection for each.
+_MAX_CONNECTIONS = 4096
+WORKLOADS = ("random", "shared-prefix", "multi-turn", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to measure. None leaves the choice to the server, the file, or the default above."""
+
+    server: Server
+    model: str | None
+    chat: bool
+    concurrency: tuple[int, ...]
+    request_rates: tuple[float, ...]
+    n_requests: int | None
+    warmup: int
+    seed: int
+    workload: str
+    dataset: Path | None
+    input_tokens: int
+    output_tokens: int | None
+    range_ratio: float
+    n_groups: int
+    prefix_tokens: int
+    n_turns: int
+    ignore_eos: bool | None
+    fields: Mapping[str, Any]
+    slo: Slo
+    json: Path | None
+    plot: Path | None
+    offline: str | None
+    max_connections: int
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser, with a group for each topic."""
+    top = argparse.ArgumentParser(
+        prog="mlx-serve bench",
+        description="Load a server that speaks OpenAI's API and measure what its clients see. docs/bench.md has the "
+        "definitions.",
+    )
+    _add_server(top.add_argument_group("server"))
+    _add_load(top.add_argument_group("load"))
+    _add_workload(top.add_argument_group("workload"))
+    _add_output(top.add_argument_group("goals and output"))
+    return top
+
+
+def _add_server(group: Any) -> None:
+    group.add_argument("--base-url", default="http://127.0.0.1:8080/v1", metavar="URL", help="(default: %(default)s)")
+    group.add_argument("--model", help="model to ask for (default: the first that the server lists)")
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="or $OPENAI_API_KEY")
+    group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="(default: chat)")
+    group.add_argument(
+        "--timeout",
+        type=_number(0.001),
+        default=600.0,
+        metavar="S",
+        help="seconds without a byte after which a request has failed (default: 600)",
+    )
+
+
+def _add_load(group: Any) -> None:
+    group.add_argument(
+        "--concurrency",
+        type=_list(_whole(1, _MAX_CONNECTIONS)),
+        default=(),
+        metavar="N,N",
+        help="closed loop: a round for each number of clients (default: 1,4,16 without --request-rate)",
+    )
+    group.add_argument(
+        "--request-rate",
+        type=_list(_number(1e-6, math.inf)),
+        default=(),
+        metavar="R,R",
+        help="open loop: a round for each rate in requests/s, arriving as a Poisson process; inf: all at once",
+    )
+    group.add_argument(
+        "--num-prompts",
+        type=_whole(1),
+        metavar="N",
+        help=f"requests of a round (default: {DEFAULT_REQUESTS}; with a file as many as it has)",
+    )
+    group.add_argument(
+        "--warmup",
+        type=_whole(0),
+        default=2,
+        metavar="N",
+        help="requests before each round that do not count (default: 2)",
+    )
+    group.add_argument("--seed", type=int, default=0, help="of texts, lengths and arrivals (default: 0)")
+    group.add_argument(
+        "--max-connections",
+        type=_whole(1, _MAX_CONNECTIONS),
+        default=512,
+        metavar="N",
+        help="open loop: what comes while so many are in use goes out late (default: 512)",
+    )
+
+
+def _add_workload(group: Any) -> None:
+    group.add_argument("--workload", choices=WORKLOADS, help="(default: random; with --dataset file)")
+    group.add_argument("--dataset", type=Path, metavar="PATH", help="JSONL with prompt or messages, or ShareGPT's JSON")
+    group.add_argument(
+        "--input-len", type=_whole(1), default=256, metavar="N", help="tokens of a prompt (default: 256)"
+    )
+    group.add_argument(
+        "--output-len",
+        type=_whole(1),
+        metavar="N",
+        help=f"tokens of an answer (default: what the file says, or {DEFAULT_OUTPUT_TOKENS})",
+    )
+    group.add_argument(
+        "--range-ratio",
+        type=_number(0, 0.999),
+        default=0.0,
+        metavar="R",
+        help="lengths are uniform between (1 - R) and (1 + R) times the given ones (default: 0)",
+    )
+    group.add_argument(
+        "--num-groups", type=_whole(1), default=4, metavar="N", help="shared-prefix: different prefixes (default: 4)"
+    )
+    group.add_argument(
+        "--prefix-len",
+        type=_whole(1),
+        default=512,
+        metavar="N",
+        help="shared-prefix: tokens before those of --input-len (default: 512)",
+    )
+    group.add_argument(
+        "--turns", type=_whole(1), default=4, metavar="N", help="multi-turn: requests of a conversation (default: 4)"
+    )
+    group.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="answers go on to their full length (default: where the server takes the field)",
+    )
+    group.add_argument("--temperature", type=_number(0), default=0.0, metavar="T", help="(default: 0)")
+    group.add_argument(
+        "--extra-body",
+        type=_json,
+        default={},
+        metavar="JSON",
+        help="fields for every request; null takes one out",
+    )
+
+
+def _add_output(group: Any) -> None:
+    for name, what in (
+        ("ttft", "the first text comes within MS"),
+        ("itl", "no gap between pieces of text is longer"),
+        ("tpot", "the time for each token after the first is no longer"),
+        ("e2e", "the answer is complete within MS"),
+    ):
+        group.add_argument(f"--slo-{name}", type=_number(0), metavar="MS", help=f"goodput: {what}")
+    group.add_argument("--json", type=_output_file, metavar="FILE", help="write every figure and request")
+    group.add_argument("--plot", type=_output_file, metavar="FILE", help="draw a PNG; needs matplotlib")
+    group.add_argument(
+        "--offline",
+        metavar="DIR|demo",
+        help="after each round give the same prompts to mlx-lm without a server, and tell the ratio",
+    )
+
+
+def from_args(argv: Sequence[str]) -> Options:
+    """The options of a command line. Ends the process with a usage line on bad ones."""
+    top = parser()
+    given = top.parse_args(argv)
+    try:
+        server = server_at(given.base_url, given.api_key, given.timeout)
+    except ValueError as error:
+        top.error(f"argument --base-url: {error}")
+    workload = given.workload or ("file" if given.dataset else "random")
+    if (workload == "file") != (given.dataset is not None):
+        top.error("--workload file and --dataset need each other")
+    if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        top.error("argument --plot: matplotlib is not installed (pip install matplotlib)")
+    if given.offline not in (None, DEMO) and not Path(given.offline, "config.json").is_file():
+        top.error(f"argument --offline: {given.offline} is no model directory: it has no config.json")
+    return Options(
+        server=server,
+        model=given.model,
+        chat=given.endpoint == "chat",
+        concurrency=given.concurrency or (() if given.request_rate else DEFAULT_CONCURRENCY),
+        request_rates=given.request_rate,
+        n_requests=given.num_prompts,
+        warmup=given.warmup,
+        seed=given.seed,
+        workload=workload,
+        dataset=given.dataset,
+        input_tokens=given.input_len,
+        output_tokens=given.output_len,
+        range_ratio=given.range_ratio,
+        n_groups=given.num_groups,
+        prefix_tokens=given.prefix_len,
+        n_turns=given.turns,
+        ignore_eos=given.ignore_eos,
+        fields={"temperature": given.temperature, **given.extra_body},
+        slo=Slo(*(_seconds(getattr(given, f"slo_{name}")) for name in ("ttft", "itl", "tpot", "e2e"))),
+        json=given.json,
+        plot=given.plot,
+        offline=given.offline,
+        max_connections=given.max_connections,
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+def _whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        _check(value, low, high)
+        return value
+
+    return parse
+
+
+def _number(low: float, high: float = 1e9) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        _check(value, low, high)
+        return value
+
+    return parse
+
+
+def _check(value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN too
+        raise argparse.ArgumentTypeError(
+            f"{value} is not at least {low:g}" if math.isinf(high) else f"{value} is not between {low:g} and {high:g}"
+        )
+
+
+def _list(parse: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(parse(part.strip()) for part in text.split(","))
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        return json_object(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _output_file(text: str) -> Path:
+    # Found out before the measurement, not after it.
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} can't be written: no such directory")
+    return path

@@ -1,0 +1,62 @@
+"""What has to be known of a server before load is sent: how it counts tokens, and whether it takes ignore_eos."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_serve.bench.client import Client, Connections
+from mlx_serve.bench.load import Target
+from mlx_serve.bench.reading import Answer, Failure
+from mlx_serve.bench.workload import Message, Sizes, words
+
+_N_FEW = 4
+# More words tell a tokenizer's mean better; a short context has no room for them.
+_MORE_WORDS = (10, 100)
+_REFUSED = (400, 422)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The target as it is asked from now on; ``ignores_eos``: whether ignore_eos is sent."""
+
+    target: Target
+    sizes: Sizes
+    ignores_eos: bool
+
+
+def probe(target: Target, ignore_eos: bool | None, input_tokens: int) -> Probed:
+    """Two requests for one token each, of few words and of more, both shorter than a prompt of ``input_tokens``.
+
+    ``ignore_eos`` None: sent where it is not refused. Raises Failure.
+    """
+    n_many = _N_FEW + min(max(input_tokens // 2, _MORE_WORDS[0]), _MORE_WORDS[1])
+    asked = ignore_eos is not False
+    eager = _with(target, {"ignore_eos": True}) if asked else target
+    try:
+        few = _ask(eager, _N_FEW)
+    except Failure as failure:
+        if ignore_eos is not None or failure.status not in _REFUSED:
+            raise
+        few, asked, eager = _ask(target, _N_FEW), False, target
+    many = _ask(eager, n_many)
+    per_word = (many.prompt_tokens - few.prompt_tokens) / (n_many - _N_FEW)
+    if per_word <= 0:
+        raise Failure("no usage", f"usage.prompt_tokens is {many.prompt_tokens} for {n_many} words and for {_N_FEW}")
+    return Probed(eager, Sizes(per_word, max(0.0, few.prompt_tokens - _N_FEW * per_word)), asked)
+
+
+def _with(target: Target, fields: Mapping[str, Any]) -> Target:
+    # What the user wrote wins.
+    return replace(target, fields={**fields, **target.fields})
+
+
+def _ask(target: Target, n_words: int) -> Answer:
+    message: Message = {"role": "user", "content": words(random.Random(f"probe {n_words}"), n_words)}
+    client = Client(target.server, target.path, Connections())
+    try:
+        return client.ask(target.body(target.prompt([message]), 1))
+    finally:
+        client.close()

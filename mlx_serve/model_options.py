@@ -1,0 +1,184 @@
+"""From the flags to the models that are served: where they lie, what they are called. Raises StartError in one line.
+
+Touches no MLX: what finds a directory or a repository is handed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mlx_serve import demo
+from mlx_serve.config import Config
+from mlx_serve.config_file import ModelSpec
+from mlx_serve.core import ApiError, StartError
+from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
+from mlx_serve.flags import did_you_mean
+
+# From what --model takes to a directory.
+Locate = Callable[[str], Path]
+# NAME=PATH. The name holds no "/", so that a "=" in a path does not make its beginning one.
+_NAMED = re.compile(r"([^=/~.][^=/]*)=(.+)")
+_ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+
+
+def catalog(settings: Config, locate: Locate) -> Catalog:
+    """The models of the settings, under all their names."""
+    specs = _specs(settings)
+    models = [_entry(spec, locate) for spec in specs]
+    adapted = [_adapted(models[0], name, path) for name, path in settings.adapter]
+    default = models[0] if models else None
+    entries = [*models, *adapted]
+    _check_names(entries)
+    roots = _roots(settings)
+    make = partial(
+        Catalog,
+        default,
+        roots=roots,
+        use_hub_cache=default is None and not roots,
+        models=entries[1:],
+        short_names=_short_names(specs, models),
+    )
+    wanted = [(alias, entry.name) for spec, entry in zip(specs, models, strict=True) for alias in spec.aliases]
+    return make(aliases=_aliases([*wanted, *settings.alias], make()))
+
+
+def draft_path(settings: Config, locate: Locate) -> Path | None:
+    """The draft model's directory; None: there is no draft model."""
+    if settings.draft_model is None:
+        return None
+    if not (settings.demo or settings.model or settings.models):
+        raise StartError("--draft-model needs --model")
+    path = locate(settings.draft_model)
+    read_entry("draft", path)
+    return path
+
+
+def _specs(settings: Config) -> list[ModelSpec]:
+    """The models as the operator names them, the default first, with what the flags say of that one."""
+    named = list(settings.models) or [_spec(text) for text in settings.model]
+    if settings.demo:
+        if named:
+            raise StartError("--demo and --model (or the file's [[models]]) exclude each other")
+        named = [ModelSpec(name=demo.DEMO_MODEL_NAME, path=str(demo.ensure_demo_model()))]
+    if not named:
+        if settings.adapter_path or settings.adapter or settings.served_model_name:
+            raise StartError("--adapter-path, --adapter and --served-model-name need --model")
+        return []
+    name, *aliases = settings.served_model_name or (named[0].name,)
+    # Of the other names None is none: only a model's own may be left to its directory.
+    aliases = [*filter(None, aliases), *named[0].aliases]
+    return [replace(named[0], name=name, aliases=tuple(aliases), adapter_path=settings.adapter_path), *named[1:]]
+
+
+def _spec(text: str) -> ModelSpec:
+    match = _NAMED.fullmatch(text)
+    if match is None or Path(text).expanduser().exists():
+        return ModelSpec(repo=text)
+    return ModelSpec(name=match[1], repo=match[2])
+
+
+def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
+    source = _source(spec)
+    is_directory = Path(source).expanduser().exists()
+    if spec.path is not None and not is_directory:
+        # Without this a path that is mistyped might be looked for on the hub.
+        raise StartError(f"model not found: there is no directory {source!r}")
+    path = locate(source)
+    # A directory's name, but a repository's whole id; the path to a directory is the operator's, not for clients.
+    name = spec.name if spec.name is not None else path.resolve().name if is_directory else source
+    return replace(
+        read_entry(name, path, _adapter(spec.adapter_path)),
+        chat_template=spec.chat_template,
+        template_options=spec.chat_template_args,
+        max_model_len=spec.max_model_len,
+        defaults=spec.defaults,
+    )
+
+
+def _source(spec: ModelSpec) -> str:
+    return spec.path or spec.repo or ""
+
+
+def _adapted(base: ModelEntry, name: str, path: str) -> ModelEntry:
+    return replace(base, name=name, adapter_path=_adapter(path), base=base.name)
+
+
+def _adapter(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    path = Path(text).expanduser()
+    for name in _ADAPTER_FILES:
+        if not (path / name).is_file():
+            raise StartError(f"adapters not found: {path} has no {name}")
+    return path
+
+
+def _roots(settings: Config) -> list[Path]:
+    roots = [Path(root).expanduser() for root in settings.model_dir]
+    for root in roots:
+        if not root.is_dir():
+            raise StartError(f"model directory not found: {root}")
+    return roots
+
+
+def _short_names(specs: Sequence[ModelSpec], models: Sequence[ModelEntry]) -> dict[str, str]:
+    """For a model that was not given a name: as typed, as clients of mlx_lm.server send it, and without its owner."""
+    out: dict[str, str] = {}
+    for spec, entry in zip(specs, models, strict=True):
+        if spec.name is None:
+            for name in (_source(spec), entry.name.rsplit("/", 1)[-1]):
+                out.setdefault(name, entry.name)
+    return out
+
+
+def _check_names(entries: Sequence[ModelEntry]) -> None:
+    for i, entry in enumerate(entries):
+        _check_name(entry.name)
+        if "*" in entry.name:
+            raise StartError(f"the name {entry.name!r} of a model holds '*': only an alias may be a pattern")
+        if entry.name in (other.name for other in entries[:i]):
+            raise StartError(f"two models are called {entry.name!r}: rename one, with NAME=PATH or the file's name")
+        if i > 0 and entry.name == DEFAULT_NAME:
+            raise StartError(f"no other model can be called {DEFAULT_NAME!r}: it means the first one")
+
+
+def _check_name(name: str) -> None:
+    if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+        raise StartError(f"{name[:MAX_NAME_CHARS]!r} cannot be a model's name: at most {MAX_NAME_CHARS} characters")
+
+
+def _aliases(wanted: Sequence[tuple[str, str]], plain: Catalog) -> dict[str, str]:
+    """From alias to model. ``plain`` is the catalog without aliases: an alias of an alias is not found in it."""
+    out: dict[str, str] = {}
+    taken = _taken_names(plain)
+    for alias, text in wanted:
+        _check_name(alias)
+        model = _model_called(text, alias, plain)
+        if taken.get(alias, model) != model or out.get(alias, model) != model:
+            raise StartError(f"alias {alias!r} of {model!r}: another model has that name")
+        if alias not in taken:
+            out[alias] = model
+    return out
+
+
+def _taken_names(plain: Catalog) -> dict[str, str]:
+    names = {entry.name: entry.name for entry in plain.models()}
+    return names if plain.default is None else {DEFAULT_NAME: plain.default.name} | names
+
+
+def _model_called(name: str, alias: str, plain: Catalog) -> str:
+    try:
+        return plain.find(name).name
+    except ApiError as error:
+        if error.status != 404:
+            raise StartError(f"alias {alias!r}: {name!r}: {error.message}") from error
+        hint = did_you_mean(name, _names(plain))
+        raise StartError(f"alias {alias!r}: no model is called {name!r}{hint}") from None
+
+
+def _names(plain: Catalog) -> Iterator[str]:
+    return (entry.name for entry in plain.entries())

@@ -1,0 +1,172 @@
+"""A fault at any place of the engine concerns its own requests: the others, and the next ones, are served."""
+
+from queue import SimpleQueue
+
+import mlx.core as mx
+import pytest
+from tinymodel import loaded, tiny_llama, write_model
+
+from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
+from mlx_serve.engine import choice
+from mlx_serve.engine.catalog import Catalog
+from mlx_serve.engine.fake_backend import FakeModels
+from mlx_serve.engine.memory import MemoryBudget
+from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
+from mlx_serve.engine.models import ModelStore
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.engine.worker import Worker
+
+DEADLINE_S = 60
+PROMPT = list(range(20, 60))
+
+
+class OnCue:
+    """A model that raises when it is told to."""
+
+    def __init__(self, model):
+        self.model, self.fault = model, None
+
+    def __call__(self, *args, **kwargs):
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+
+def job(prompt, max_tokens=8, model="m", **sampling):
+    return Job(model, Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
+
+
+def result(a_job):
+    """Its tokens, or the error that it ended with."""
+    tokens = []
+    while True:
+        event = a_job.events.get(timeout=DEADLINE_S)
+        if isinstance(event, Failed):
+            return event.error
+        if isinstance(event, TokenEvent):
+            tokens.append(event.token)
+            if event.finish:
+                return tokens
+
+
+@pytest.fixture
+def running():
+    """Starts a scheduler's worker."""
+    workers = []
+
+    def start(models):
+        scheduler = Scheduler(models)
+        workers.append(Worker(scheduler, None, models.close))
+        workers[-1].start()
+        return scheduler
+
+    yield start
+    for worker in workers:
+        worker.stop()
+
+
+@pytest.mark.parametrize("kind", [BatchBackend, SingleBackend])
+@pytest.mark.parametrize("fault", [RuntimeError("[metal::malloc] no memory"), MemoryError(), ValueError("shapes")])
+def test_a_model_call_that_raises_fails_what_was_running_and_nothing_after_it(running, kind, fault):
+    model = OnCue(tiny_llama())
+    options = {BatchBackend: BatchOptions(), SingleBackend: SingleOptions()}[kind]
+    scheduler = running(FakeModels(lambda _: kind(loaded(model), options)))
+    first = job(PROMPT)
+    scheduler.submit([first])
+    want = result(first)
+    bad = job(PROMPT[1:])
+    model.fault = fault
+    scheduler.submit([bad])
+    error = result(bad)
+    assert (error.status, error.type) == (500, "server_error")
+    again = job(PROMPT)
+    scheduler.submit([again])
+    assert result(again) == want
+    assert scheduler.health().status == "ok"
+
+
+def test_a_logits_processor_that_raises_fails_its_own_job(running, monkeypatch):
+    make = choice.make_processors
+
+    def raising(context, logits):
+        raise IndexError("a processor's own fault")
+
+    monkeypatch.setattr(choice, "make_processors", lambda s, *rest: [raising] if s.seed == 13 else make(s, *rest))
+    model = tiny_llama()
+    scheduler = running(FakeModels(lambda _: BatchBackend(loaded(model), BatchOptions())))
+    good, bad = job(PROMPT, 30), job(PROMPT, 30, seed=13)
+    scheduler.submit([good, bad])
+    assert result(bad).status == 500
+    alone = job(PROMPT, 30)
+    tokens = result(good)
+    scheduler.submit([alone])
+    assert result(alone) == tokens
+
+
+def test_a_model_that_cannot_be_read_to_its_end_leaves_the_others_alone(running, tmp_path, monkeypatch):
+    write_model(tmp_path / "good", seed=1)
+    write_model(tmp_path / "bad", seed=2)
+    weights = dict(mx.load(str(tmp_path / "bad" / "model.safetensors")))
+    weights["model.layers.1.mlp.up_proj.weight"] = mx.zeros((3, 3))
+    mx.save_safetensors(str(tmp_path / "bad" / "model.safetensors"), weights, metadata={"format": "mlx"})
+    store = ModelStore(
+        Catalog(roots=[tmp_path]),
+        tokenizer_config={},
+        batch=BatchOptions(),
+        single=SingleOptions(),
+        prompt_cache_size=4,
+        prompt_cache_bytes=None,
+    )
+    scheduler = running(store)
+    good = job(PROMPT, 40, model="good")
+    bad = [job(PROMPT, model="bad"), job(PROMPT, model="bad")]
+    scheduler.submit([good, *bad])
+    assert [result(one).param for one in bad] == ["model", "model"]
+    assert len(result(good)) == 40
+    assert scheduler.health().models == ("good",)
+
+
+def test_a_model_larger_than_the_budget_is_refused_and_nothing_is_unloaded(running, tmp_path):
+    for name in ("small", "large"):
+        write_model(tmp_path / name)
+    (tmp_path / "large" / "model-2.safetensors").write_bytes(b"\0" * 3_000_000)
+    store = ModelStore(
+        Catalog(roots=[tmp_path]),
+        tokenizer_config={},
+        batch=BatchOptions(),
+        single=SingleOptions(),
+        prompt_cache_size=4,
+        prompt_cache_bytes=None,
+        budget=MemoryBudget(total_bytes=2**30 + 2_000_000),
+    )
+    scheduler = running(store)
+    small, large = job(PROMPT, model="small"), job(PROMPT, model="large")
+    scheduler.submit([small])
+    result(small)
+    scheduler.submit([large])
+    error = result(large)
+    assert (error.status, error.code) == (503, "model_too_large")
+    assert scheduler.health().models == ("small",)
+    with pytest.raises(ApiError, match="--kv-cache-bytes") as caught:
+        scheduler.submit([job(PROMPT, 100_000, model="small")])
+    assert caught.value.status == 400
+
+
+def test_a_batch_within_its_budget_is_admitted_as_memory_allows(running):
+    from dataclasses import replace
+
+    from mlx_serve.engine.kv_size import measure
+
+    model = tiny_llama()
+    size = measure([model])
+    whole = replace(loaded(model), kv_size=size)
+    scheduler = running(FakeModels(lambda _: BatchBackend(whole, BatchOptions()), kv_limit=2 * size.bytes(100)))
+    jobs = [job([i, *PROMPT], 50) for i in range(6)]
+    scheduler.submit(jobs)
+    assert all(len(result(one)) <= 50 for one in jobs)
+    assert whole.prefix_cache.n_bytes <= 2 * size.bytes(100)

@@ -1,0 +1,70 @@
+"""What the scheduler tells the metrics, on the fake backend, stepped by hand."""
+
+from queue import SimpleQueue
+
+from mlx_serve.core import EngineStats, Job, ModelStats, Prompt, Sampling
+from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
+from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.scheduler import Limits, Scheduler
+
+
+class Kept(FakeBackend):
+    """A backend that has kept, and given up, prefixes."""
+
+    cache_bytes = 7
+    n_cached = 2
+    n_evicted = 3
+
+
+class Weighed(FakeModels):
+    """Models of 100 bytes, under an MLX that says so."""
+
+    def weights_bytes(self, name):
+        return 100
+
+    def memory(self):
+        return MemoryUse(active_bytes=1, peak_bytes=2, cache_bytes=3)
+
+
+def scheduler_of(max_loaded=2):
+    models = Weighed(lambda _: Kept(capacity=1, token_bytes=1), max_loaded=max_loaded)
+    return Scheduler(models, Limits())
+
+
+def job(model, text="ab"):
+    return Job(model, Prompt(tuple(text.encode())), Sampling(8), 0, SimpleQueue())
+
+
+def test_nothing_is_known_at_first():
+    assert scheduler_of().stats() == EngineStats()
+
+
+def test_each_model_has_its_figures():
+    scheduler = scheduler_of()
+    scheduler.load("a")
+    scheduler.load("b")
+    scheduler.submit([job("a"), job("a"), job("b", "x"), job("c"), job("c")])
+    scheduler.step()
+    stats = scheduler.stats()
+    # 2 and 1 bytes of prompt, and 8 for the output.
+    by_name = {model.name: model for model in stats.models}
+    assert by_name["a"] == ModelStats("a", waiting=1, running=1, weights_bytes=100, kv_bytes=10)
+    assert by_name["b"] == ModelStats("b", waiting=0, running=1, weights_bytes=100, kv_bytes=9)
+    assert (stats.waiting, stats.running, stats.kv_bytes, stats.weights_bytes) == (3, 2, 19, 200)
+    assert (stats.prefix_cache_bytes, stats.prefix_cache_entries, stats.evictions) == (14, 4, 6)
+    assert (stats.active_bytes, stats.peak_bytes, stats.cache_bytes) == (1, 2, 3)
+
+
+def test_evictions_never_go_down():
+    scheduler = scheduler_of(max_loaded=1)
+    scheduler.load("a")
+    scheduler.load("b")
+    stats = scheduler.stats()
+    assert [model.name for model in stats.models] == ["b"]
+    assert stats.evictions == 6
+
+
+def test_the_memory_is_told_as_soon_as_a_model_is_loaded():
+    scheduler = scheduler_of()
+    scheduler.load("a")
+    assert scheduler.stats().active_bytes == 1

@@ -1,0 +1,142 @@
+"""The page's files as they are served, and what they may not hold."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from apikit import serving, until
+
+from mlx_serve.api import page
+from mlx_serve.wire.access import AccessPolicy
+
+KEYS = AccessPolicy(api_keys=("k",), open_paths=page.PATHS)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(page=page.files()) as running:
+        yield running
+
+
+class Tags(HTMLParser):
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.ids = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+
+
+@pytest.fixture(scope="module")
+def tags(server):
+    return Tags(server.request("GET", "/")[2])
+
+
+def test_it_is_at_the_root(server):
+    status, headers, text = server.request("GET", "/")
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert text.startswith("<!doctype html>")
+    assert server.request("GET", "/?a=b")[0] == 200
+    assert server.request("HEAD", "/")[0] == 200
+
+
+@pytest.mark.parametrize("path", sorted(page.PATHS))
+def test_every_file_is_fenced_in(server, path):
+    headers = server.request("GET", path)[1]
+    policy = dict(part.split(" ", 1) for part in headers["Content-Security-Policy"].split("; "))
+    assert policy["default-src"] == policy["base-uri"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/index.html", "/ui/../cli.py", "/ui/%2e%2e/cli.py", "/v1/", "//"])
+def test_there_is_nothing_else_to_be_had(server, path):
+    assert server.request("GET", path)[0] in (400, 404)
+
+
+def test_it_takes_nothing(server):
+    assert server.request("POST", "/", "x")[0] == 405
+
+
+def test_it_can_be_left_out():
+    with serving() as bare:
+        assert [bare.request("GET", path)[0] for path in sorted(page.PATHS)] == [404] * len(page.PATHS)
+        assert bare.request("GET", "/stats")[0] == 200
+
+
+def test_it_needs_no_key_and_its_figures_do():
+    with serving(page=page.files(), access=KEYS) as guarded:
+        assert guarded.request("GET", "/")[0] == 200
+        assert guarded.request("GET", "/ui/page.js")[0] == 200
+        assert guarded.request("GET", "/stats")[0] == guarded.request("GET", "/v1/models")[0] == 401
+
+
+def test_a_foreign_page_gets_neither_it_nor_its_figures(server):
+    for path in ("/", "/stats", "/metrics"):
+        assert server.request("GET", path, headers={"Origin": "http://evil.example"})[0] == 403
+        assert server.request("GET", path, headers={"Host": "evil.example"})[0] == 403
+
+
+def test_its_own_requests_pass(server):
+    own = {"Origin": f"http://127.0.0.1:{server.port}"}
+    assert server.request("GET", "/stats", headers=own)[0] == 200
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert server.request("POST", "/v1/chat/completions", body, own)[0] == 200
+    other_port = {"Origin": f"http://127.0.0.1:{server.port + 1}"}
+    assert server.request("POST", "/v1/chat/completions", body, other_port)[0] == 403
+
+
+def test_its_requests_are_counted_under_its_own_paths():
+    with serving(page=page.files()) as fresh:
+        fresh.request("GET", "/ui/page.css")
+        until(lambda: fresh.request("GET", "/stats")[2]["totals"]["http_requests"] > 0, "a count")
+        assert "/ui/page.css" in fresh.request("GET", "/metrics")[2]
+
+
+# The files themselves
+
+
+def test_nothing_in_it_is_inline(tags):
+    for tag, attributes in tags.tags:
+        assert tag != "style"
+        assert tag != "script" or "src" in attributes
+        assert not [name for name in attributes if name.startswith("on") or name == "style"]
+
+
+def test_it_refers_to_nothing_outside(server, tags):
+    links = [value for _, attributes in tags.tags for name, value in attributes.items() if name in ("src", "href")]
+    assert links
+    for link in links:
+        assert link.startswith("#") or f"/{link}" in page.PATHS
+    for path in ("/ui/page.js", "/ui/page.css"):
+        text = server.request("GET", path)[2].replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|//[a-z]|@import|\burl\(", text)
+
+
+def test_its_script_sets_text_and_never_markup(server):
+    script = server.request("GET", "/ui/page.js")[2]
+    code = "\n".join(line for line in script.splitlines() if not line.lstrip().startswith("//"))
+    banned = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|localStorage|srcdoc"
+    assert not re.search(banned, code)
+
+
+def test_every_control_has_a_label(tags):
+    labels = {attributes.get("for") for tag, attributes in tags.tags if tag == "label"}
+    for tag, attributes in tags.tags:
+        if tag in ("input", "select", "textarea"):
+            assert attributes["id"] in labels
+    assert len(set(tags.ids)) == len(tags.ids)
+
+
+def test_every_id_the_script_asks_for_is_there(server, tags):
+    script = server.request("GET", "/ui/page.js")[2]
+    wanted = set(re.findall(r'\$\("([^"]+)"\)', script)) | set(re.findall(r'(?:draw|showPairs)\("([^"]+)"', script))
+    assert wanted
+    assert wanted <= set(tags.ids)
