@@ -1,7 +1,6 @@
-"""The programs that are compared, as child processes: how each is started, asked, and ended whatever happens.
+"""The programs that are compared, as child processes: how each is started, and ended whatever happens.
 
-Every child loads OpenBLAS in the same way before it imports mlx, so all three compute alike. Knows no load and no
-statistics.
+Every child loads OpenBLAS in the same way before it imports mlx, so all compute alike. Knows no load and no statistics.
 """
 
 from __future__ import annotations
@@ -14,21 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mlx_serve.bench.client import Client, Connections, server_at
-from mlx_serve.bench.load import Target
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.workload import Message
-
-Messages = list[Message]
-
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
+OURS, THEIRS = "mlx-serve", "mlx_lm.server"
 
 _PRELOAD = "from mlx_serve.blas import preload_openblas; preload_openblas(); "
 _START_TIMEOUT_S = 300.0
@@ -50,8 +43,8 @@ class Server:
     log: IO[bytes]
 
 
-def our_command(model: Path, port: int) -> list[str]:
-    return [sys.executable, "-m", "mlx_serve", "--model", str(model), "--port", str(port)]
+def our_command(model: Path, port: int, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "mlx_serve", "--model", str(model), "--port", str(port), *flags]
 
 
 def their_command(model: Path, port: int) -> list[str]:
@@ -106,6 +99,15 @@ def running(name: str, command: Sequence[str], model: Path, port: int) -> Iterat
             end(process)
 
 
+def both(stack: ExitStack, model: Path) -> dict[str, Server]:
+    """This server and mlx_lm.server, until the stack is closed."""
+    servers = {}
+    for name, command in ((OURS, our_command), (THEIRS, their_command)):
+        port = free_port()
+        servers[name] = stack.enter_context(running(name, command(model, port), model, port))
+    return servers
+
+
 def wait_healthy(server: Server) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
     while not healthy(server.port):
@@ -126,26 +128,3 @@ def healthy(port: int) -> bool:
         return False
     finally:
         connection.close()
-
-
-def connect(port: int) -> http.client.HTTPConnection:
-    """A connection that is kept open between requests, where the server allows it."""
-    return http.client.HTTPConnection(HOST, port, timeout=600)
-
-
-@contextmanager
-def asking(port: int, model: str) -> Iterator[Callable[[Messages, int], Answer]]:
-    """A function that sends a chat request on one connection and reads its stream to the end. Raises BenchmarkError."""
-    target = Target(server_at(f"http://{HOST}:{port}/v1", None, 600), model, fields={"temperature": 0})
-    client = Client(target.server, target.path, Connections())
-
-    def ask(messages: Messages, max_tokens: int) -> Answer:
-        try:
-            return client.ask(target.body(messages, max_tokens))
-        except Failure as failure:
-            raise BenchmarkError(f"{failure.kind}: {failure}") from failure
-
-    try:
-        yield ask
-    finally:
-        client.close()

@@ -9,6 +9,9 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+# A larger share of the machine disturbs a measurement.
+MAX_OTHERS = 0.1
+
 _STAT = Path("/proc/stat")
 
 
@@ -24,6 +27,27 @@ def watch_others(pids: Sequence[int]) -> Callable[[], float | None]:
         return max(0, busy_now - busy - (_own(pids) - own)) / max(1, total_now - total)
 
     return share
+
+
+def warnings(shares: Sequence[float | None]) -> list[str]:
+    """What to say of measurements beside which other programs took such shares of the machine."""
+    known = [share for share in shares if share is not None]
+    if len(known) < len(shares):
+        return ["busy? how much other programs worked is not known here"]
+    worst = max(known, default=0.0)
+    return [f"busy: other programs took up to {worst:.0%} of the machine"] if worst > MAX_OTHERS else []
+
+
+def holds(pid: int) -> dict[str, int]:
+    """What a process holds: threads, descriptors, and its memory in bytes now and at most. Linux only."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {
+        "threads": int(fields["Threads"]),
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "rss": int(fields["VmRSS"].split()[0]) * 1024,
+        "peak_rss": int(fields["VmHWM"].split()[0]) * 1024,
+    }
 
 
 def watch_process(pid: int) -> Callable[[], float | None]:

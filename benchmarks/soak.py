@@ -1,7 +1,7 @@
 """Two thousand clients that open, dribble, half-close and abort at random points, with good ones among them.
 
-Prints the server process's threads, descriptors and resident memory before and after, and how the good clients fared.
-Linux only (/proc).    python benchmarks/soak.py [--clients 2000] [--model DIR]
+Prints the server process's threads, descriptors and memory (bytes) before and after, and how the good clients fared.
+Linux only (/proc).    python -m benchmarks.soak [--clients 2000] [--model DIR]
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import random
 import re
 import socket
@@ -19,6 +18,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+
+from benchmarks.machine import holds
 
 DEADLINE_S = 120
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 4, "stream": True}).encode()
@@ -32,17 +33,6 @@ REQUESTS = [
     b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"\x16\x03\x01\x02\x00",
 ]
-
-
-def state(pid: int) -> dict[str, int]:
-    """What the process holds; memory in MiB."""
-    with open(f"/proc/{pid}/status") as status:
-        fields = dict(line.split(":", 1) for line in status)
-    return {
-        "threads": int(fields["Threads"]),
-        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
-        "rss_mib": int(fields["VmRSS"].split()[0]) // 1024,
-    }
 
 
 def bad_client(port: int, seed: int) -> None:
@@ -80,17 +70,17 @@ def settle(pid: int, before: dict[str, int]) -> dict[str, int]:
     """Until nothing more is given back, or the time is up."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        now = state(pid)
+        now = holds(pid)
         if now["threads"] <= before["threads"] and now["descriptors"] <= before["descriptors"]:
             break
         time.sleep(0.2)
-    return state(pid)
+    return holds(pid)
 
 
 def soak(pid: int, port: int, n_clients: int) -> None:
     for _ in range(20):
         good_client(port)
-    before = state(pid)
+    before = holds(pid)
     started = time.monotonic()
     with ThreadPoolExecutor(64) as pool:
         jobs = [
@@ -103,7 +93,7 @@ def soak(pid: int, port: int, n_clients: int) -> None:
     seconds = time.monotonic() - started
     print(f"{n_clients} clients in {seconds:.0f} s; good ones answered: {good.count(200)} of {len(good)}")
     for name, value in before.items():
-        print(f"{name:12} before {value:6} after {after[name]:6}")
+        print(f"{name:12} before {value:12} after {after[name]:12}")
 
 
 def main() -> None:

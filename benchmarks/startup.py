@@ -14,14 +14,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import IO
 
 from benchmarks import children
-from benchmarks.children import BenchmarkError
+from benchmarks.asking import ask
+from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
+from benchmarks.report import spread
+from mlx_serve.bench.progress import note
 
 _QUESTION = [{"role": "user", "content": "Say yes."}]
 _READY = b" ready: "
@@ -44,7 +45,7 @@ def our_start(model: Path) -> Start:
         _await_line(process.stderr, _READY)
         ready_s = time.perf_counter() - start
         threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop the server
-        _ask(port, model)
+        ask(Server(OURS, port, str(model), process, process.stderr), _QUESTION, 1)
         return Start(ready_s, time.perf_counter() - start)
     finally:
         children.end(process)
@@ -53,9 +54,9 @@ def our_start(model: Path) -> Start:
 def their_start(model: Path) -> Start:
     port = children.free_port()
     start = time.perf_counter()
-    with children.running("mlx_lm.server", children.their_command(model, port), model, port) as server:
+    with children.running(THEIRS, children.their_command(model, port), model, port) as server:
         ready_s = time.perf_counter() - start
-        _ask(server.port, model)
+        ask(server, _QUESTION, 1)
         return Start(ready_s, time.perf_counter() - start)
 
 
@@ -68,17 +69,12 @@ def _await_line(stream: IO[bytes], mark: bytes) -> None:
     raise BenchmarkError(f"mlx-serve ended: {b''.join(seen).decode(errors='replace')[-1000:]}")
 
 
-def _ask(port: int, model: Path) -> None:
-    with children.asking(port, str(model)) as ask:
-        ask(_QUESTION, 1)
-
-
 def measure(model: Path, n_runs: int) -> dict[str, list[Start]]:
-    starts: dict[str, list[Start]] = {"mlx-serve": [], "mlx_lm.server": []}
+    starts: dict[str, list[Start]] = {OURS: [], THEIRS: []}
     for number in range(n_runs + 1):
-        for name, run in (("mlx-serve", our_start), ("mlx_lm.server", their_start)):
+        for name, run in ((OURS, our_start), (THEIRS, their_start)):
             found = run(model)
-            print(f"start {number}: {name} {found.first_answer_s:.1f} s", file=sys.stderr, flush=True)
+            note(f"start {number}: {name} {found.first_answer_s:.1f} s")
             if number:
                 starts[name].append(found)
     return starts
@@ -87,13 +83,9 @@ def measure(model: Path, n_runs: int) -> dict[str, list[Start]]:
 def table(starts: dict[str, list[Start]]) -> str:
     lines = ["| | ready s | first answer s |", "|---|--:|--:|"]
     for name, found in starts.items():
-        cells = (spread([s.ready_s for s in found]), spread([s.first_answer_s for s in found]))
+        cells = (spread([s.ready_s for s in found], 1), spread([s.first_answer_s for s in found], 1))
         lines.append(f"| {name} | {cells[0]} | {cells[1]} |")
     return "\n".join(lines)
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def parse_options() -> argparse.Namespace:

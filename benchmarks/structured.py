@@ -24,7 +24,11 @@ from typing import Any
 import jsonschema
 
 from benchmarks import children
-from benchmarks.children import BenchmarkError, Server
+from benchmarks.asking import ask
+from benchmarks.children import OURS, BenchmarkError, Server
+from benchmarks.prompts import Messages
+from mlx_serve.bench.progress import note
+from mlx_serve.bench.reading import Answer
 
 Schema = dict[str, Any]
 
@@ -102,15 +106,6 @@ def _referring(rng: random.Random) -> Schema:
     return {"$ref": "#/$defs/node", "$defs": {"node": node, "leaf": _object(rng, 1)}}
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``fault``: why a constrained answer does not count; "" when it matches its schema."""
-
-    output_tokens: int
-    finish: str
-    fault: str = ""
-
-
 @dataclass(slots=True)
 class Result:
     """Both kinds of requests, summed up."""
@@ -129,39 +124,26 @@ class Result:
         return (self.constrained_s / self.constrained_tokens) / (self.plain_s / self.plain_tokens) - 1
 
 
-def ask(server: Server, prompt: str, **fields: Any) -> dict[str, Any]:
-    body = {"model": server.model, "messages": [{"role": "user", "content": prompt}], "temperature": 1, **fields}
-    connection = children.connect(server.port)
-    try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        answer: dict[str, Any] = json.loads(response.read())
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise BenchmarkError(f"HTTP {response.status}: {answer}")
-    return answer
-
-
 def constrained(server: Server, serial: int, schema: Schema) -> Answer:
     wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    answer = ask(server, f"{serial} A: Invent a record.", max_tokens=MAX_TOKENS, response_format=wanted)
-    (choice,) = answer["choices"]
-    fault = _fault(choice["message"]["content"], schema)
-    return Answer(answer["usage"]["completion_tokens"], choice["finish_reason"], fault)
+    return ask(server, _messages(serial, "A"), MAX_TOKENS, temperature=1, response_format=wanted)
 
 
-def _fault(text: str, schema: Schema) -> str:
+def plain(server: Server, serial: int, n_tokens: int) -> Answer:
+    return ask(server, _messages(serial, "B"), n_tokens, temperature=1, ignore_eos=True)
+
+
+def _messages(serial: int, kind: str) -> Messages:
+    return [{"role": "user", "content": f"{serial} {kind}: Invent a record."}]
+
+
+def fault(text: str, schema: Schema) -> str:
+    """Why a constrained answer does not count; "" when it matches its schema."""
     try:
         jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
     except (ValueError, jsonschema.ValidationError) as error:
         return f"{text!r} against {json.dumps(schema)}: {str(error).splitlines()[0]}"
     return ""
-
-
-def plain(server: Server, serial: int, n_tokens: int) -> Answer:
-    answer = ask(server, f"{serial} B: Invent a record.", max_tokens=n_tokens, ignore_eos=True)
-    return Answer(answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"])
 
 
 def measure(server: Server, schemas: Sequence[Schema], n_clients: int) -> Result:
@@ -176,17 +158,19 @@ def measure(server: Server, schemas: Sequence[Schema], n_clients: int) -> Result
             half_at = time.perf_counter()
             counts = [answer.output_tokens for answer in answers]
             others = list(clients.map(lambda i, n: plain(server, i, n), serials, counts))
-            _add(result, answers, half_at - began_at)
             result.plain_s += time.perf_counter() - half_at
             result.plain_tokens += sum(answer.output_tokens for answer in others)
-            print(f"{result.n_valid} of {result.n_requests} valid", file=sys.stderr, flush=True)
+            _add(result, answers, [schemas[i] for i in serials], half_at - began_at)
+            note(f"{result.n_valid} of {result.n_requests} valid")
     return result
 
 
-def _add(result: Result, answers: Sequence[Answer], seconds: float) -> None:
+def _add(result: Result, answers: Sequence[Answer], schemas: Sequence[Schema], seconds: float) -> None:
+    pairs = zip(answers, schemas, strict=True)
+    faults = [f"{answer.finish}: {why}" for answer, schema in pairs if (why := fault(answer.text, schema))]
     result.n_requests += len(answers)
-    result.n_valid += sum(not answer.fault for answer in answers)
-    result.faults += [f"{answer.finish}: {answer.fault}" for answer in answers if answer.fault]
+    result.n_valid += len(answers) - len(faults)
+    result.faults += faults
     result.constrained_s += seconds
     result.constrained_tokens += sum(answer.output_tokens for answer in answers)
 
@@ -225,7 +209,7 @@ def main() -> int:
     schemas = [random_schema(rng) for _ in range(options.requests)]
     port = children.free_port()
     try:
-        with children.running("mlx-serve", children.our_command(model, port), model, port) as server:
+        with children.running(OURS, children.our_command(model, port), model, port) as server:
             result = measure(server, schemas, options.clients)
     except BenchmarkError as error:
         print(f"structured: {error}", file=sys.stderr)

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,23 +21,17 @@ from statistics import median
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.children import BenchmarkError, Messages, Server
+from benchmarks.asking import ask_all
+from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
+from benchmarks.prompts import PROMPT_WORDS, Messages, Prompts
+from benchmarks.report import spread
 from mlx_serve.bench.ceiling import Ceiling, CeilingError, ceiling
+from mlx_serve.bench.progress import note
 from mlx_serve.bench.reading import Answer
 
-OFFLINE, OURS, THEIRS = "offline", "mlx-serve", "mlx_lm.server"
+OFFLINE = "offline"
 # (a ratio's name, its numerator, its denominator); neighbours in a round
 RATIOS = ((f"{OURS} / {OFFLINE}", OURS, OFFLINE), (f"{OURS} / {THEIRS}", OURS, THEIRS))
-
-# Words of the user's message; the requests of a client go through the lengths in turn.
-PROMPT_WORDS = (20, 60, 140)
-_WORDS = """
-time year people way day man thing woman life child world school state family student group country problem hand
-part place case week company system program question work number night point home water room mother area money story
-fact month lot right study book eye job word business issue side kind head house service friend father power hour
-game line end member law car city name team minute idea body back parent face level office door health person art
-war history party result change morning reason research girl guy moment air teacher force education
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,47 +65,12 @@ Round = dict[str, Measure]
 Rounds = list[Round]
 
 
-class Prompts:
-    """Prompts that differ from their first characters on, so that no prefix cache helps, in a fixed set of lengths."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self._words = _WORDS.split()
-        self._serials = iter(self._random.sample(range(10**8, 10**9), 100_000))
-
-    def take(self, n_clients: int, n_each: int) -> list[Messages]:
-        """``n_each`` rows of one prompt for each client."""
-        lengths = [
-            PROMPT_WORDS[(row + client) % len(PROMPT_WORDS)] for row in range(n_each) for client in range(n_clients)
-        ]
-        return [self._prompt(n_words) for n_words in lengths]
-
-    def _prompt(self, n_words: int) -> Messages:
-        words = " ".join(self._random.choices(self._words, k=n_words))
-        task = f"Write a very long story, of many chapters, in which all of these words occur: {words}. Begin now."
-        return [{"role": "system", "content": f"{next(self._serials)}: a writer."}, {"role": "user", "content": task}]
-
-
 def run_offline(offline: Ceiling, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
     return Measure(**asdict(offline.run(prompts, n_clients, max_tokens, warm_up=False)))
 
 
 def run_server(server: Server, prompts: list[Messages], n_clients: int, max_tokens: int) -> Measure:
-    """A closed loop: each client sends its share, one request after the other, on its own connection."""
-    shares = [prompts[client::n_clients] for client in range(n_clients)]
-    clients = ThreadPoolExecutor(n_clients)
-    try:
-        start = time.perf_counter()
-        answers = [a for part in clients.map(partial(_client, server, max_tokens), shares) for a in part]
-        seconds = time.perf_counter() - start
-    finally:
-        clients.shutdown(wait=False)  # on Ctrl-C the server is ended next, and its clients with it
-    return _measure(answers, seconds, max_tokens)
-
-
-def _client(server: Server, max_tokens: int, prompts: list[Messages]) -> list[Answer]:
-    with children.asking(server.port, server.model) as ask:
-        return [ask(messages, max_tokens) for messages in prompts]
+    return _measure(*ask_all(server, prompts, n_clients, max_tokens), max_tokens)
 
 
 def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Measure:
@@ -181,9 +137,7 @@ def start(stack: ExitStack, model: Path) -> tuple[dict[str, Contestant], dict[st
     offline = stack.enter_context(ceiling(str(model)))
     contestants: dict[str, Contestant] = {OFFLINE: partial(run_offline, offline)}
     pids = {OFFLINE: offline.pid}
-    for name, command in ((OURS, children.our_command), (THEIRS, children.their_command)):
-        port = children.free_port()
-        server = stack.enter_context(children.running(name, command(model, port), model, port))
+    for name, server in children.both(stack, model).items():
         contestants[name] = partial(run_server, server)
         pids[name] = server.process.pid
     return contestants, pids
@@ -207,10 +161,6 @@ def table(results: dict[int, Rounds]) -> str:
         cells.append(f"{max(map(others, rounds)):.0%}")
         lines.append(" | ".join(cells))
     return "\n".join(f"| {line} |" for line in lines)
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def faults(results: dict[int, Rounds]) -> list[str]:
@@ -243,10 +193,6 @@ def as_json(model: Path, options: argparse.Namespace, results: dict[int, Rounds]
         },
         "faults": faults(results),
     }
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def parse_options() -> argparse.Namespace:

@@ -114,12 +114,17 @@ class Client:
         self._connection: http.client.HTTPConnection | None = None
         self._sock: socket.socket | None = None
 
-    def ask(self, body: bytes, clock: Callable[[], float] = time.perf_counter) -> Answer:
-        """Send a request and read its stream to the end. Raises Failure."""
+    def ask(
+        self,
+        body: bytes,
+        clock: Callable[[], float] = time.perf_counter,
+        heard: Callable[[float], None] = lambda now: None,
+    ) -> Answer:
+        """Send a request and read its stream to the end; ``heard`` is told when each text came. Raises Failure."""
         start = clock()
         try:
             with _faults():
-                reading = Reading(start)
+                reading = Reading(start, heard)
                 self._read(self._send(body), reading, clock)
                 return reading.answer()
         except BaseException:

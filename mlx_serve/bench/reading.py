@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,11 +40,12 @@ class Answer:
 
 
 class Reading:
-    """The chunks of one stream, taken in as they come."""
+    """The chunks of one stream, taken in as they come; ``heard`` is told when each text came."""
 
-    def __init__(self, start: float) -> None:
+    def __init__(self, start: float, heard: Callable[[float], None] = lambda now: None) -> None:
         self.done = False
         self._start = start
+        self._heard = heard
         self._times: list[float] = []
         self._texts: list[str] = []
         self._finished_at: float | None = None
@@ -75,6 +76,7 @@ class Reading:
             if text is not None:
                 self._times.append(now)
                 self._texts.append(text)
+                self._heard(now)
             if choice.get("finish_reason"):
                 self._finish, self._finished_at = choice["finish_reason"], now
 

@@ -142,7 +142,7 @@ def write_model(path: Path, seed: int = 0, *, make=tiny_llama, **config) -> Path
     """A model directory."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(CONFIG | config))
-    weights = dict(tree_flatten(make(seed).parameters()))
+    weights = dict(tree_flatten(make(seed, **config).parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     byte_tokenizer().save(str(path / "tokenizer.json"))
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}

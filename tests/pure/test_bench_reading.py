@@ -46,6 +46,14 @@ def test_times_are_taken_at_text_and_at_the_finish_reason():
     assert (answer.text, answer.finish) == ("Hello!", "stop")
 
 
+def test_each_text_is_told_of_when_it_comes():
+    heard = []
+    reading = Reading(10.0, heard.append)
+    for now, body in ((11.0, chunk(content="")), (12.0, chunk(content="a")), (13.0, chunk(reasoning="b"))):
+        reading.take(json.dumps(body).encode(), now)
+    assert heard == [12.0, 13.0]
+
+
 def test_the_text_of_completions():
     answer = read((11.0, text("")), (12.0, text("a")), (13.0, text("b", "length")), (13.0, usage())).answer()
     assert (answer.ttft_s, answer.gaps_s, answer.e2e_s, answer.text) == (2.0, (1.0,), 3.0, "ab")

@@ -1,0 +1,76 @@
+"""What the benchmarks ask a server that they started, with the client of ``mlx-serve bench``."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.children import HOST, BenchmarkError, Server
+from benchmarks.prompts import Messages
+from mlx_serve.bench.client import Client, Connections, server_at
+from mlx_serve.bench.load import Round, Target
+from mlx_serve.bench.reading import Answer, Failure
+from mlx_serve.bench.workload import Conversation, Turn
+
+_TIMEOUT_S = 600.0
+
+
+def ask(
+    server: Server,
+    messages: Messages,
+    max_tokens: int,
+    heard: Callable[[float], None] = lambda now: None,
+    **fields: Any,
+) -> Answer:
+    """One chat request on a connection of its own, read to its end; ``heard`` is told when each text came.
+
+    Greedy, unless ``fields`` say otherwise. Raises BenchmarkError.
+    """
+    target = _target(server, fields)
+    client = Client(target.server, target.path, Connections())
+    try:
+        return client.ask(target.body(messages, max_tokens), heard=heard)
+    except Failure as failure:
+        raise _error(server, failure) from failure
+    finally:
+        client.close()
+
+
+def ask_all(server: Server, prompts: Sequence[Messages], n_clients: int, max_tokens: int) -> tuple[list[Answer], float]:
+    """A closed loop of greedy requests: the answers in the order of their ends, and the seconds that all took.
+
+    Raises BenchmarkError.
+    """
+    round_ = Round(_target(server, {}), lambda n_done, n_failed: None)
+    round_.closed_loop([Conversation((Turn(tuple(messages), max_tokens),)) for messages in prompts], n_clients)
+    if round_.interrupted:
+        raise KeyboardInterrupt
+    answers = []
+    for record in round_.records:
+        if record.failure is not None:
+            raise _error(server, record.failure) from record.failure
+        assert record.answer is not None
+        answers.append(record.answer)
+    return answers, round_.seconds
+
+
+def figures(server: Server, path: str) -> dict[str, Any]:
+    """What /health or /stats says. Raises OSError and HTTPException."""
+    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
+    try:
+        connection.request("GET", path)
+        found: dict[str, Any] = json.loads(connection.getresponse().read())
+        return found
+    finally:
+        connection.close()
+
+
+def _target(server: Server, fields: dict[str, Any]) -> Target:
+    url = f"http://{HOST}:{server.port}/v1"
+    return Target(server_at(url, None, _TIMEOUT_S), server.model, fields={"temperature": 0, **fields})
+
+
+def _error(server: Server, failure: Failure) -> BenchmarkError:
+    return BenchmarkError(f"{server.name}: {failure.kind}: {failure}")
