@@ -87,9 +87,9 @@ def measure(server: Server, prompts: Prompts, options: argparse.Namespace) -> Me
 
 
 def _measure(arrivals: Sequence[list[float]], start: float, long: Answer, others: float | None) -> Measure:
-    if long.ttft_s is None:
-        raise BenchmarkError("the long prompt's answer had no text, and so no time to it")
-    end = start + long.ttft_s
+    # A small model may have nothing to say to so many words: then its first token ends the answer.
+    ttft_s = long.e2e_s if long.ttft_s is None else long.ttft_s
+    end = start + ttft_s
     pairs = [pair for times in arrivals for pair in pairwise(times)]
     gaps = sorted(b - a for a, b in pairs if b > start and a < end)
     calm = [b - a for a, b in pairs if b <= start]
@@ -97,7 +97,7 @@ def _measure(arrivals: Sequence[list[float]], start: float, long: Answer, others
         raise BenchmarkError("no stream was decoding beside the long prompt: give the streams more --max-tokens")
     n_ended = sum(times[-1] < end for times in arrivals)
     return Measure(
-        percentile(gaps, 99), gaps[-1], median(calm), long.ttft_s, long.prompt_tokens, len(gaps), n_ended, others
+        percentile(gaps, 99), gaps[-1], median(calm), ttft_s, long.prompt_tokens, len(gaps), n_ended, others
     )
 
 
