@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "ranked": SHARED | {"config", "engine", "__version__"},
     # It opens the page's paths to those without a key.
     "http_options": SHARED | {"config", "wire", "api"},
-    "demo": {"gguf"},
+    "demo": {"core", "gguf", "progress"},
     "probe": {"blas"},
     "config_file": {"core", "flags"},
     "config": {"core", "flags", "config_file"},
