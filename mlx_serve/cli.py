@@ -231,6 +231,7 @@ def serve(
         _wait_until_ready(worker, stop)
         if not stop.is_set():
             log.info("%s", ready_line(settings, catalog, server))
+            _warn_of_nothing(catalog)
         stop.wait()
         log.info("ending: no new requests; running ones get %g s", settings.drain_timeout)
         draining.set()
@@ -286,6 +287,11 @@ def services(
 def _warn_of_strangers(settings: Config) -> None:
     if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
         log.warning("anyone who can reach %s may use this server: set --api-key-file", settings.host)
+
+
+def _warn_of_nothing(catalog: Catalog) -> None:
+    if catalog.default is None and not catalog.entries():
+        log.warning("there is no model to serve yet: name one with --model, or try --demo")
 
 
 def _raise_descriptor_limit(n_connections: int) -> None:
