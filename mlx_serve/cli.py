@@ -15,12 +15,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, ranked
+from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, progress, ranked
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.responses.store import ResponseStore
@@ -137,13 +138,16 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
     from mlx_serve.engine.sharding import Sharding
     from mlx_serve.engine.single_backend import SingleOptions
 
+    report = progress.printed(sys.stderr) if sys.stderr.isatty() else progress.logged(log)
+    # On a terminal the hub draws bars of its own.
+    find = locate if sys.stderr.isatty() else partial(locate, bars=partial(progress.hub_bars, report))
     try:
-        catalog = model_options.catalog(settings, locate)
+        catalog = model_options.catalog(settings, find, report)
         n_bytes = device_bytes()
         if ranks is not None:
             ranked.check(settings, catalog)
             n_bytes = ranked.greet(ranks, settings, n_bytes)
-        draft_path = model_options.draft_path(settings, locate)
+        draft_path = model_options.draft_path(settings, find)
         tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
         if settings.chat_template:
             tokenizer_config["chat_template"] = settings.chat_template
@@ -162,6 +166,7 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
             budget=_budget(settings, n_bytes),
             disk=_disk_cache(settings),
             sharding=Sharding(ranks, settings.pipeline) if ranks is not None else None,
+            progress=report,
         )
         if catalog.default is not None:
             store.check(catalog.default)
@@ -226,6 +231,7 @@ def serve(
         _wait_until_ready(worker, stop)
         if not stop.is_set():
             log.info("%s", ready_line(settings, catalog, server))
+            _warn_of_nothing(catalog)
         stop.wait()
         log.info("ending: no new requests; running ones get %g s", settings.drain_timeout)
         draining.set()
@@ -281,6 +287,11 @@ def services(
 def _warn_of_strangers(settings: Config) -> None:
     if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
         log.warning("anyone who can reach %s may use this server: set --api-key-file", settings.host)
+
+
+def _warn_of_nothing(catalog: Catalog) -> None:
+    if catalog.default is None and not catalog.entries():
+        log.warning("there is no model to serve yet: name one with --model, or try --demo")
 
 
 def _raise_descriptor_limit(n_connections: int) -> None:

@@ -80,7 +80,9 @@ class Config:
     chat_template_args: Mapping[str, Any] = flag(
         _MODEL, {}, """arguments for the chat template, as JSON: '{"enable_thinking": false}'""", parse=json_object
     )
-    max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens of a request", parse=int, low=2)
+    max_model_len: int | None = flag(
+        _MODEL, None, "cap on prompt plus output tokens of a request; by default the model's context", parse=int, low=2
+    )
     pipeline: bool = flag(
         _MODEL,
         False,
@@ -111,7 +113,9 @@ class Config:
     prefill_step_size: int = flag(_BATCH, 2048, "prompt tokens in one step", parse=int, low=1)
     max_queue: int = flag(_BATCH, 128, "sequences that may wait; beyond it requests get 429", parse=int, low=1)
     prompt_cache_size: int = flag(_BATCH, 128, "KV caches kept for reuse; 0: none", parse=int, low=0)
-    prompt_cache_bytes: int | None = flag(_BATCH, None, "bytes of KV caches kept for reuse", parse=size, low=0)
+    prompt_cache_bytes: int | None = flag(
+        _BATCH, None, "bytes of KV caches kept for reuse; by default what the memory leaves", parse=size, low=0
+    )
     prompt_cache_dir: str | None = flag(
         _BATCH, None, "directory in which KV caches are kept on disk, for after a restart; none when not given"
     )
@@ -207,7 +211,8 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
         prog=prog,
         # Not the list of all flags, which would bury the fault that a usage line is printed with.
         usage=f"{prog} [FLAGS]\n       {prog} COMMAND [FLAGS]",
-        description="Serve MLX language models over the OpenAI HTTP API.",
+        description="Serve MLX language models over the OpenAI HTTP API. Without a model it serves what is in the "
+        "Hugging Face cache; --demo serves a small one that needs no hub.",
         # cli.COMMANDS, which this module can't import.
         epilog="Commands, each with a --help of its own: bench, chat, doctor, install-service, models.",
     )
@@ -302,7 +307,7 @@ def _metavar(name: str, about: Flag) -> str | None:
 
 
 def _remarks(about: Flag) -> str:
-    notes = [f"default: {about.default}"] if about.default not in (None, (), {}, "", False) else []
+    notes = [f"default: {about.default_text}"] if about.default_text else []
     notes += [f"or ${about.env}"] if about.env else []
     return f" ({', '.join(notes)})" if notes else ""
 

@@ -14,6 +14,8 @@ from typing import Literal, TypeAlias
 
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 Region: TypeAlias = Literal["content", "reasoning"]
+# What is being done, how much of it is done, of how much (0: nobody knows).
+Progress: TypeAlias = Callable[[str, int, int], None]
 
 # Where the tokenizer cuts a text before encoding it. Half of a surrogate pair: nothing that a client sends can hold it.
 GUARD = "\udc00"

@@ -27,9 +27,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, TextIO
+from typing import IO
 
-from mlx_serve.gguf import Progress, write_model
+from mlx_serve.core import Progress
+from mlx_serve.gguf import write_model
+from mlx_serve.progress import printed
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -273,23 +275,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def printed(stream: TextIO) -> Progress:
-    """Progress for people: a bar on a terminal, else a line when a step begins."""
-    bar = stream.isatty()
-    begun, finished = "", ""
-
-    def report(step: str, n_done: int, n_total: int) -> None:
-        nonlocal begun, finished
-        if bar and n_total and step != finished:
-            finished = step if n_done >= n_total else ""
-            # Without its end of line the bar leaves the cursor at its start, for the next one or an error to cover it.
-            end = "\n" if finished else "\r"
-            stream.write(f"\x1b[K{step} [{'#' * (30 * n_done // n_total):30}] {100 * n_done // n_total:3}%{end}")
-        elif step != begun:
-            stream.write(f"{step}\n")
-        begun = step
-        stream.flush()
-
-    return report

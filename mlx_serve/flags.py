@@ -29,6 +29,13 @@ def size(text: str) -> int:
     return int(float(match[1]) * _SIZES[match[2]])
 
 
+def size_text(n_bytes: int) -> str:
+    """A size as ``size`` takes it, in the largest unit that leaves a whole number."""
+    fitting = {name: n for name, n in (_UNITS | _BINARY_UNITS).items() if n <= n_bytes and n_bytes % n == 0}
+    name = max(fitting, key=lambda name: fitting[name], default="")
+    return f"{n_bytes // fitting[name]}{name}B" if name else str(n_bytes)
+
+
 def comma_list(text: str) -> tuple[str, ...]:
     """The parts of a comma-separated list, without blanks."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -101,6 +108,17 @@ class Flag:
     def is_switch(self) -> bool:
         """Whether it is on or off and takes no value."""
         return isinstance(self.default, bool)
+
+    @property
+    def default_text(self) -> str:
+        """The default as a person would write it; "" for none, and for a switch that is off."""
+        if self.default is True:
+            return "on"
+        if self.default is None or self.default is False or self.default in ((), {}, ""):
+            return ""
+        if self.parse is size:
+            return size_text(self.default)
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
     def allowed(self) -> str:

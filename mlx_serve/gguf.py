@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from mlx_serve.core import Progress
 
 # mlx and tokenizers are imported inside the functions that use them. The command line imports this module and must
 # work without MLX; and where OpenBLAS is to stand in for MLX's own BLAS, it has to be loaded before mlx is.
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 
 Arrays: TypeAlias = "dict[str, mx.array]"
 Metadata: TypeAlias = Mapping[str, Any]  # str, list[str] or mx.array, as mx.load hands it out
-Progress: TypeAlias = Callable[[str, int, int], None]  # (what is being done, how much is done, of how much)
 
 GROUP_SIZE = 32  # values under one scale, in all of GGUF's formats that mx.load keeps packed (Q4_0, Q4_1, Q8_0)
 

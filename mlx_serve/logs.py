@@ -19,7 +19,7 @@ from mlx_serve.core import ACCESS_LOG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Libraries that tell of each of their own requests and lock files at INFO.
-_CHATTY = ("httpx", "httpcore", "urllib3", "filelock", "transformers", "huggingface_hub")
+_CHATTY = ("httpx", "httpcore", "httpx2", "httpcore2", "urllib3", "filelock", "transformers", "huggingface_hub")
 
 
 def configure(level: str, form: Literal["text", "json"], environ: Mapping[str, str] = os.environ) -> None:

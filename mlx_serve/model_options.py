@@ -14,7 +14,7 @@ from pathlib import Path
 from mlx_serve import demo
 from mlx_serve.config import Config
 from mlx_serve.config_file import ModelSpec
-from mlx_serve.core import ApiError, StartError
+from mlx_serve.core import ApiError, Progress, StartError
 from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
 from mlx_serve.flags import did_you_mean
 
@@ -25,9 +25,9 @@ _NAMED = re.compile(r"([^=/~.][^=/]*)=(.+)")
 _ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
-def catalog(settings: Config, locate: Locate) -> Catalog:
-    """The models of the settings, under all their names."""
-    specs = _specs(settings)
+def catalog(settings: Config, locate: Locate, progress: Progress | None = None) -> Catalog:
+    """The models of the settings, under all their names. ``progress`` is told how the demo model comes along."""
+    specs = _specs(settings, progress)
     models = [_entry(spec, locate) for spec in specs]
     adapted = [_adapted(models[0], name, path) for name, path in settings.adapter]
     default = models[0] if models else None
@@ -57,13 +57,13 @@ def draft_path(settings: Config, locate: Locate) -> Path | None:
     return path
 
 
-def _specs(settings: Config) -> list[ModelSpec]:
+def _specs(settings: Config, progress: Progress | None) -> list[ModelSpec]:
     """The models as the operator names them, the default first, with what the flags say of that one."""
     named = list(settings.models) or [_spec(text) for text in settings.model]
     if settings.demo:
         if named:
             raise StartError("--demo and --model (or the file's [[models]]) exclude each other")
-        named = [ModelSpec(name=demo.DEMO_MODEL_NAME, path=str(demo.ensure_demo_model()))]
+        named = [ModelSpec(name=demo.DEMO_MODEL_NAME, path=str(demo.ensure_demo_model(progress=progress)))]
     if not named:
         if settings.adapter_path or settings.adapter or settings.served_model_name:
             raise StartError("--adapter-path, --adapter and --served-model-name need --model")

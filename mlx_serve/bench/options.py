@@ -68,10 +68,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_server(group: Any) -> None:
-    group.add_argument("--base-url", default="http://127.0.0.1:8080/v1", metavar="URL", help="(default: %(default)s)")
+    group.add_argument(
+        "--base-url", default="http://127.0.0.1:8080/v1", metavar="URL", help="of the server (default: %(default)s)"
+    )
     group.add_argument("--model", help="model to ask for (default: the first that the server lists)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="or $OPENAI_API_KEY")
-    group.add_argument("--endpoint", choices=("chat", "completions"), default="chat", help="(default: chat)")
+    group.add_argument(
+        "--endpoint", choices=("chat", "completions"), default="chat", help="route to ask (default: chat)"
+    )
     group.add_argument(
         "--timeout",
         type=_number(0.001),
@@ -120,7 +124,9 @@ def _add_load(group: Any) -> None:
 
 
 def _add_workload(group: Any) -> None:
-    group.add_argument("--workload", choices=WORKLOADS, help="(default: random; with --dataset file)")
+    group.add_argument(
+        "--workload", choices=WORKLOADS, help="what the prompts are like (default: random; with --dataset file)"
+    )
     group.add_argument("--dataset", type=Path, metavar="PATH", help="JSONL with prompt or messages, or ShareGPT's JSON")
     group.add_argument(
         "--input-len", type=_whole(1), default=256, metavar="N", help="tokens of a prompt (default: 256)"
@@ -156,7 +162,7 @@ def _add_workload(group: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="answers go on to their full length (default: where the server takes the field)",
     )
-    group.add_argument("--temperature", type=_number(0), default=0.0, metavar="T", help="(default: 0)")
+    group.add_argument("--temperature", type=_number(0), default=0.0, metavar="T", help="of the sampling (default: 0)")
     group.add_argument(
         "--extra-body",
         type=_json,

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
         usage="mlx-serve install-service [OPTIONS] -- FLAGS OF THE SERVER",
         description="Write what starts a server at boot and again when it fails: a launchd property list on macOS, a "
         "systemd unit on Linux. Runs nothing: the commands that remain are printed.",
-        epilog="Example: mlx-serve install-service -- --model ~/models/Qwen3-4B-4bit --api-key-file ~/mlx-serve.keys",
+        epilog="Example: mlx-serve install-service -- --config ~/mlx-serve.toml",
     )
     manager = "launchd" if sys.platform == "darwin" else "systemd"
     top.add_argument(

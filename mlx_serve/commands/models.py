@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's own options; all others are the server's."""
     top = argparse.ArgumentParser(
         prog="mlx-serve models",
-        usage="mlx-serve models [--url URL] [--json] [FLAGS OF THE SERVER]",
+        usage="mlx-serve models [--url URL] [--api-key KEY] [--json] [FLAGS OF THE SERVER]",
         description="List the models that could be served, or those of a running server.",
         epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
         allow_abbrev=False,

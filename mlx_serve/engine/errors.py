@@ -2,6 +2,8 @@
 
 
 def one_line(error: object) -> str:
-    """The first line of its text, or its type when it has none."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+    """The first line of its text, with what a colon at its end announces; or its type when it has no text."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return (" ".join(filter(None, lines)) if lines[0].endswith(":") else lines[0])[:300]

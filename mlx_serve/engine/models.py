@@ -11,8 +11,9 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,6 +24,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
+from mlx_serve.core import Progress
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.choice import Loaded
@@ -48,9 +50,10 @@ _MAX_TOKENIZERS = 16
 _MLX_CACHE_BYTES = RESERVE_BYTES // 2
 
 
-def locate(name: str) -> Path:
+def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
     """The directory of ``--model``: itself when it is one, else a repository, from the hub's cache or the hub.
 
+    ``bars`` makes the hub's ``tqdm_class`` of what is being done; by default the hub draws its own on a terminal.
     Raises LoadError.
     """
     path = Path(name).expanduser()
@@ -59,7 +62,8 @@ def locate(name: str) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or name.startswith(("./", "../")):
         raise LoadError(f"model not found: there is no directory {name!r}")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        shown = bars(f"fetching {name}") if bars is not None else None
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, tqdm_class=shown))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise LoadError(f"model not found: no directory {name!r}, and the hub says: {one_line(error)}") from None
 
@@ -82,6 +86,7 @@ class ModelStore:
         budget: MemoryBudget | None = None,
         disk: DiskCache | None = None,
         sharding: Sharding | None = None,
+        progress: Progress = lambda *_: None,
     ) -> None:
         self._catalog = catalog
         self._tokenizer_config = dict(tokenizer_config)
@@ -96,6 +101,7 @@ class ModelStore:
         self.kv_copies = self._budget.kv_copies
         self._disk = disk
         self._sharding = sharding
+        self._progress = progress
         # Models whose weights are read, with their draft models; then those that are ready.
         self._fresh: dict[str, tuple[Any, Any]] = {}
         self._loaded: dict[str, Loaded] = {}
@@ -212,10 +218,13 @@ class ModelStore:
             model.eval()
         if self._sharding is not None:
             self._sharding.apply(model, entry.path)
-        yield from read_weights(model)
-        draft_model = self._read_draft(entry)
-        if draft_model is not None:
-            yield from read_weights(draft_model)
+        draft_model = self._lazy_draft(entry)
+        models = [model] if draft_model is None else [model, draft_model]
+        n_read, n_bytes = 0, sum(map(held_bytes, models))
+        for n_more in chain.from_iterable(map(read_weights, models)):
+            n_read += n_more
+            self._progress(f"loading {entry.name}", n_read, n_bytes)
+            yield
         return model, draft_model
 
     def _ready(self, entry: ModelEntry, model: Any, draft_model: Any) -> Loaded:
@@ -271,7 +280,7 @@ class ModelStore:
         settings = [repr(self._single), draft]
         return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
 
-    def _read_draft(self, entry: ModelEntry) -> Any:
+    def _lazy_draft(self, entry: ModelEntry) -> Any:
         """The draft model, for the command line's model alone: it proposes token ids, so it must know the same ones."""
         if self._draft_path is None or entry is not self._catalog.default:
             return None

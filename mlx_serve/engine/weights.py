@@ -23,15 +23,16 @@ def held_bytes(model: Any) -> int:
     return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
 
 
-def read_weights(model: Any) -> Generator[None, None, None]:
-    """Evaluate a lazily loaded model's weights, a slice at a time."""
+def read_weights(model: Any) -> Generator[int, None, None]:
+    """Evaluate a lazily loaded model's weights, a slice at a time. Yields the bytes of each slice."""
     batch, n_bytes = [], 0
     for _, weight in tree_flatten(model.parameters()):
         batch.append(weight)
         n_bytes += weight.nbytes
         if n_bytes >= _SLICE_BYTES:
             mx.eval(batch)
+            yield n_bytes
             batch, n_bytes = [], 0
-            yield
-    mx.eval(batch)
-    yield
+    if batch:
+        mx.eval(batch)
+        yield n_bytes

@@ -91,6 +91,18 @@ def test_a_model_directory_serves_what_a_request_names(model):
         assert ask(port)[1]["error"]["code"] == "model_not_found"
 
 
+def test_a_server_without_any_model_says_what_to_do(model, tmp_path):
+    with command("--port", 0, MLX_MODEL_PATH=str(tmp_path)) as process:
+        line, _ = ready(process)
+        assert "none yet" in line
+        assert "name one with --model, or try --demo" in process.stderr.readline()
+    # Behind the ready line comes nothing of the kind when there are models: the next line is the end's.
+    with command("--port", 0, MLX_MODEL_PATH=str(model.parent)) as process:
+        ready(process)
+        process.send_signal(signal.SIGTERM)
+        assert "no model" not in process.stderr.read()
+
+
 def test_a_grammar_that_does_not_fit_the_model_is_refused_by_its_field(model):
     pytest.importorskip("llguidance")
     with command("--model", model, "--port", 0) as process:

@@ -143,12 +143,12 @@ def test_what_cannot_be_batched_runs_alone(root):
     assert isinstance(opened(quantized, "one"), SingleBackend)
 
 
-def with_draft(root, **config):
+def with_draft(root, *, progress=lambda *_: None, **config):
     """A store whose default model is "one", drafted for by a model of its own."""
     write_model(root / "draft", seed=3, **config)
     default = read_entry("main", root / "one")
     catalog = Catalog(default, ["main"], [root])
-    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}}
+    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}, "progress": progress}
     return ModelStore(catalog, draft_path=root / "draft", prompt_cache_size=4, prompt_cache_bytes=None, **options)
 
 
@@ -156,6 +156,20 @@ def test_a_draft_model_drafts_for_the_default_model_alone(root):
     store = with_draft(root)
     assert isinstance(opened(store, "main"), SingleBackend)
     assert isinstance(opened(store, "two"), BatchBackend)
+
+
+def test_loading_tells_how_much_is_read_of_the_model_and_its_draft(root, monkeypatch):
+    monkeypatch.setattr("mlx_serve.engine.weights._SLICE_BYTES", 1000)
+    reports = []
+    opened(with_draft(root, progress=lambda *step: reports.append(step)), "main")
+    sizes = [n_read for _, n_read, _ in reports]
+    total = reports[0][2]
+    assert len(sizes) > 2
+    assert sizes == sorted(set(sizes))
+    assert (sizes[-1], {step for step, _, _ in reports}) == (total, {"loading main"})
+    # The weights are one array each in the file, behind a header.
+    in_files = sum((root / name / "model.safetensors").stat().st_size for name in ("one", "draft"))
+    assert 0.9 * in_files < total < in_files
 
 
 @pytest.mark.parametrize("config", [{"vocab_size": 300}, {"model_type": "unknown"}])

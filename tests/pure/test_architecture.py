@@ -1,6 +1,7 @@
 """The layers of the package: who may import whom, and what needs MLX."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ MAY_IMPORT = {
     "ranked": SHARED | {"config", "engine", "__version__"},
     # It opens the page's paths to those without a key.
     "http_options": SHARED | {"config", "wire", "api"},
-    "demo": {"gguf"},
+    "demo": {"core", "gguf", "progress"},
     "probe": {"blas"},
     "config_file": {"core", "flags"},
     "config": {"core", "flags", "config_file"},
@@ -85,6 +86,15 @@ def test_an_import_across_layers_is_found():
 def test_only_the_named_modules_import_mlx(module):
     mlx = {name for name in imports(PACKAGE / module) if name.split(".")[0] in ("mlx", "mlx_lm")}
     assert not mlx or module in MAY_IMPORT_MLX
+
+
+def test_the_page_on_the_architecture_names_modules_that_are_there():
+    page = (PACKAGE.parent / "docs/architecture.md").read_text()
+    table = page.partition("## What is where")[2].partition("\n## ")[0]
+    named = {Path(name).stem for name in re.findall(r"`([a-z_./]+)`", table)} - {"echo"}
+    there = {path.stem for path in PACKAGE.rglob("*")}
+    assert len(named) > 60
+    assert not named - there
 
 
 def test_everything_else_imports_with_mlx_absent():

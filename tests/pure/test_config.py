@@ -9,7 +9,7 @@ import pytest
 from mlx_serve import config
 from mlx_serve.cli import COMMANDS
 from mlx_serve.config import from_args
-from mlx_serve.flags import size
+from mlx_serve.flags import size, size_text
 
 
 def test_defaults_are_mlx_lm_server_s():
@@ -176,6 +176,21 @@ def test_the_help_names_every_flag(capsys):
         from_args(["--help"], {})
     text = capsys.readouterr().out
     assert all(option in text for option in our_flags())
+
+
+def test_the_help_shows_defaults_as_one_would_type_them():
+    text = " ".join(config.parser().format_help().split())
+    assert "largest request body (default: 32MiB)" in text
+    assert "kept in --prompt-cache-dir (default: 10GB)" in text
+    assert "temperature (default: 0)" in text
+    assert "seconds that running requests get to end after SIGTERM or Ctrl-C (default: 30)" in text
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(0, "0"), (1, "1"), (1000, "1KB"), (1536, "1536"), (2**20, "1MiB"), (10**10, "10GB")]
+)
+def test_a_size_is_shown_as_it_is_taken(n_bytes, text):
+    assert (size_text(n_bytes), size(text)) == (text, n_bytes)
 
 
 def test_the_help_names_every_command():

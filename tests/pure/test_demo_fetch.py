@@ -1,6 +1,5 @@
 """The demo model's way into the cache: pip, hashes, lock, scratch folders. No network, no MLX."""
 
-import io
 import json
 import os
 import signal
@@ -323,24 +322,6 @@ def test_the_variants_have_folders_of_their_own(tmp_path, monkeypatch):
     for packed in (True, False):
         assert demo.ensure_demo_model(cache_dir=tmp_path, quantized=packed, progress=quiet) == asked[-1]
     assert [path.name for path in asked] == ["SmolLM2-135M-Instruct-4bit", "SmolLM2-135M-Instruct-f32"]
-
-
-def test_progress_on_a_log_is_a_line_a_step():
-    stream = io.StringIO()
-    report = demo.printed(stream)
-    for step in (("downloading", 0, 9), ("downloading", 5, 9), ("unpacking", 1, 2), ("unpacking", 2, 2)):
-        report(*step)
-    assert stream.getvalue() == "downloading\nunpacking\n"
-
-
-def test_progress_on_a_terminal_is_a_bar(monkeypatch):
-    stream = io.StringIO()
-    monkeypatch.setattr(stream, "isatty", lambda: True)
-    report = demo.printed(stream)
-    for step in (("waiting", 0, 0), ("unpacking", 1, 2), ("unpacking", 2, 2), ("unpacking", 2, 2)):
-        report(*step)
-    half, full = f"[{'#' * 15}{' ' * 15}]  50%", f"[{'#' * 30}] 100%"
-    assert stream.getvalue() == f"waiting\n\x1b[Kunpacking {half}\r\x1b[Kunpacking {full}\n"
 
 
 def test_importing_demo_imports_no_mlx():

@@ -103,3 +103,16 @@ def test_a_log_whose_folder_goes_does_not_raise_into_what_logs(tmp_path, monkeyp
     handler.emit(record("found"))
     handler.close()
     assert (folder / "log").read_text() == "found\n"
+
+
+@pytest.mark.parametrize("name", ["httpx", "httpx2", "urllib3", "filelock", "huggingface_hub"])
+def test_libraries_do_not_tell_of_each_of_their_requests(name, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    level = root.level
+    try:
+        configure("DEBUG", "text", {})
+        assert not logging.getLogger(name).isEnabledFor(logging.INFO)
+        assert logging.getLogger("mlx_serve").isEnabledFor(logging.DEBUG)
+    finally:
+        root.setLevel(level)

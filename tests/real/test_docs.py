@@ -22,6 +22,7 @@ from docblocks import ROOT, BadPageError, Block, blocks, blocks_of, commands_of
 
 from mlx_serve import config
 from mlx_serve.cli import COMMANDS
+from mlx_serve.flags import option_of
 
 pytestmark = pytest.mark.real
 
@@ -214,8 +215,18 @@ def test_a_block_is_true(block, request):
 
 def test_links_lead_somewhere():
     for path in {ROOT / block.page for block in BLOCKS} | set((ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
-            assert target.startswith(("http://", "https://")) or (path.parent / target).exists(), f"{path}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text()):
+            if target.startswith(("http://", "https://")):
+                continue
+            page = path.parent / target if target else path
+            assert page.exists(), f"{path}: {target}"
+            assert not anchor or anchor in _anchors(page), f"{path}: {target}#{anchor}"
+
+
+def _anchors(page):
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_every_flag_that_a_page_names_is_there():
@@ -223,6 +234,52 @@ def test_every_flag_that_a_page_names_is_there():
     flags = re.compile(r"`(--[a-z][a-z0-9-]+)")
     for page in ("README.md", "docs/operating.md", "docs/troubleshooting.md", "docs/migrating-from-mlx_lm-server.md"):
         assert set(flags.findall((ROOT / page).read_text())) <= known, page
+
+
+def test_every_flag_of_the_server_is_explained():
+    page = (ROOT / "docs/operating.md").read_text()
+    assert not {option_of(name) for name in config.FLAGS} - set(re.findall(r"`(--[a-z][a-z0-9-]+)", page))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operating.md", "docs/prompt-cache.md"])
+def test_the_defaults_in_tables_are_the_server_s(page):
+    named = {option_of(name): about for name, about in config.FLAGS.items()}
+    told = list(_defaults((ROOT / page).read_text()))
+    assert told
+    for option, text in told:
+        about = named.get(option)
+        assert about is None or _is_default(about, text), f"{option}: {text!r}, not {about.default!r}"
+
+
+def _defaults(page):
+    """Each flag of the tables that have a column "default", with what stands there for it."""
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in row.strip("|\n").split("|")] for row in table.splitlines())
+        if "default" not in head:
+            continue
+        for cells in rows:
+            options = re.findall(r"`(--[a-z-]+)`", cells[head.index("flag")])
+            texts = cells[head.index("default")].split(", ")
+            assert len(options) == len(texts), cells
+            yield from zip(options, texts, strict=True)
+
+
+def _is_default(about, text):
+    if about.default_text in ("", "0", "on"):
+        # In words, and those are no number that another default could be.
+        return text == about.default_text or not re.search(r"\d", text + about.default_text.replace("0", ""))
+    units = {"": 1, "s": 1, "ms": 1, "B/s": 1, "h": 3600}
+    if (number := re.fullmatch(r"(\d+) ?([a-zA-Z/]*)", text)) and number[2] in units:
+        return int(number[1]) * units[number[2]] == about.default
+    return text.replace(" ", "") == about.default_text
+
+
+def test_a_wrong_default_in_a_table_is_found():
+    page = "| flag | default | |\n| --- | --- | --- |\n| `--port`, `--max-body-bytes` | 8081, 32 MiB | x |\n"
+    assert [_is_default(config.FLAGS[option[2:].replace("-", "_")], text) for option, text in _defaults(page)] == [
+        False,
+        True,
+    ]
 
 
 def _of_commands():
