@@ -77,5 +77,5 @@ def _error(server: Server, failure: Failure) -> BenchmarkError:
 
 
 def first_token_s(answer: Answer) -> float:
-    """Seconds to the first token. A small model may have nothing to say to many words: then that one ends the answer."""
+    """Seconds to the first token. A small model may have nothing to say to many words: then it ends the answer."""
     return answer.e2e_s if answer.ttft_s is None else answer.ttft_s
