@@ -5,6 +5,8 @@ from __future__ import annotations
 # Before the speed is known: little enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
+# Of the time that decoding takes, what a prompt gets at least.
+_SHARE = 2.0
 # The newest measurement's weight in the average.
 _WEIGHT = 0.3
 
@@ -18,14 +20,14 @@ class PrefillBudget:
         self._decode_s = 0.0
 
     def tokens(self, gap_s: float) -> int:
-        """How many tokens take about ``gap_s`` seconds, or as long as decoding takes in a step, if that is more.
+        """How many tokens take about ``gap_s`` seconds, or twice as long as decoding takes in a step, if that is more.
 
-        Where decoding is slower than the gap, a prompt would otherwise get next to nothing of the machine.
+        Where decoding is slow, a prompt would otherwise get next to nothing of the machine; so it gets two thirds.
         """
         if self._tokens_per_s is None:
             return min(_FIRST_TOKENS, self._step_size)
         # Whole multiples, so that the same shapes come again.
-        n = int(self._tokens_per_s * max(gap_s, self._decode_s)) // _LEAST_TOKENS * _LEAST_TOKENS
+        n = int(self._tokens_per_s * max(gap_s, _SHARE * self._decode_s)) // _LEAST_TOKENS * _LEAST_TOKENS
         return min(max(n, _LEAST_TOKENS), self._step_size)
 
     def note_decoding(self, seconds: float) -> None:
