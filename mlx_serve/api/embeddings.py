@@ -126,7 +126,7 @@ def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[byte
             if isinstance(event, Failed):
                 raise event.error
             if isinstance(event, Started):
-                trace.admitted(sum(map(len, job.inputs.tokens)), event.cached_tokens)
+                trace.admitted(sum(map(len, job.inputs.tokens)), event.cached_tokens, looked_up=False)
             elif isinstance(event, Embedded):
                 yield event.vector
                 is_over = event.is_last

@@ -160,7 +160,7 @@ def check(schema: dict, text: str) -> dict:
     Draft202012Validator(schema).validate(value)
     usage = value.get("usage")
     if usage:
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage.get("completion_tokens", 0)
     return value
 
 

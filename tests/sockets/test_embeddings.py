@@ -226,3 +226,5 @@ def test_it_is_counted():
     assert metrics.prompt_tokens.series() == {("fake",): 3}
     assert metrics.finished.series() == {("fake", "stop"): 1}
     assert metrics.generation_tokens.total() == 0
+    # It looks for no prefix, and so is no miss.
+    assert metrics.prefix_queries.total() == 0
