@@ -21,12 +21,14 @@ from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
-from mlx_serve.engine.prefill import PrefillBudget
+from mlx_serve.engine.prefill import CROWDED_SHARE, SHARE, PrefillBudget
 from mlx_serve.engine.prefix_cache import Ids, as_ids, common
 from mlx_serve.engine.scoring import Scoring
 
 # What another's prefill must give more than what is there already, to be waited for.
 _MIN_SHARED = 32
+# A prompt that waits for every so many streams that decode is a crowd.
+_CROWD = 3
 # How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
 _TAIL = 16
 
@@ -120,8 +122,10 @@ class BatchBackend:
         return self.step_tokens(self.prefill_tokens(gap_s))
 
     def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take."""
-        return self._budget.tokens(gap_s)
+        """How many prompt tokens a step may take: more while many wait beside those that decode."""
+        n_waiting = len(self._pending) + len(self._prefilling())
+        crowded = n_waiting * _CROWD >= self.n_decoding
+        return self._budget.tokens(gap_s, CROWDED_SHARE if crowded else SHARE)
 
     def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
         """A step with up to ``n_tokens`` prompt tokens."""

@@ -32,5 +32,6 @@ def test_where_decoding_is_slow_a_prompt_gets_twice_its_time():
     for _ in range(40):
         budget.note_decoding(0.5)
     assert budget.tokens(0.2) == 992
+    assert budget.tokens(0.2, 1.6) == 784
     budget.note_decoding(0.0)
     assert budget.tokens(0.2) == 192
