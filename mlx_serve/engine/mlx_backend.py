@@ -27,6 +27,8 @@ from mlx_serve.engine.scoring import Scoring
 
 # What another's prefill must give more than what is there already, to be waited for.
 _MIN_SHARED = 32
+# So many prompts are prefilled at a time where one of them is long.
+_MOST_BESIDE = 3
 # A prompt that waits for every so many streams that decode is a crowd.
 _CROWD = 3
 # How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
@@ -45,8 +47,8 @@ class BatchOptions:
 class BatchBackend:
     """Jobs join and leave the batch between any two steps.
 
-    Short prompts are prefilled together, and beside at most one long one: the long ones come after each other, so that
-    each gets its first token as soon as it can, and no short one waits behind them.
+    Prompts that one step can end are prefilled together, and some beside one long one: the long ones come after each
+    other, so that each gets its first token as soon as it can, and no short one waits behind them.
     """
 
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
@@ -179,8 +181,7 @@ class BatchBackend:
             donor, n_there = self._best_source(pending)
             if self._to_come(pending, prefilling) >= n_there + _MIN_SHARED:
                 continue
-            is_long = len(pending.ids) - n_there > n_tokens
-            if is_long and any(running.n_left > n_tokens for running in prefilling):
+            if not _goes_along(len(pending.ids) - n_there, [running.n_left for running in prefilling], n_tokens):
                 continue
             self._pending.remove(pending)
             events.append(self._start(pending, donor, n_there))
@@ -303,6 +304,18 @@ class BatchBackend:
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
+
+
+def _goes_along(n_left: int, others: Sequence[int], n_tokens: int) -> bool:
+    """Whether a prompt may be prefilled beside others, with so many tokens left of each, in steps of ``n_tokens``.
+
+    mlx-lm pads the prompts of a step to the longest of them, so only those go together that one step can end; and
+    a few short ones beside a long one, which would else hold them up.
+    """
+    longest = max(others, default=0)
+    if longest > n_tokens:
+        return n_left <= n_tokens and len(others) < _MOST_BESIDE
+    return not others or (len(others) + 1) * max(longest, n_left) <= n_tokens
 
 
 @dataclass(slots=True, eq=False)
