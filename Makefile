@@ -35,6 +35,7 @@ test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-l
 
 # The coding agents, as published on npm, each in a network namespace of its own.
 test-agents: $(VENV)/.installed-dev $(AGENTS)/node_modules/.package-lock.json
+	cd $(AGENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs  # puts its program in place
 	CODEX=$(AGENTS)/node_modules/.bin/codex CLAUDE=$(AGENTS)/node_modules/.bin/claude $(BIN)/python -m pytest $(AGENTS) $(ARGS)
 
 # What the tests need, to be made side by side with --jobs.
