@@ -22,7 +22,7 @@ space := $(empty) $(empty)
 comma := ,
 bracket = $(if $(strip $(1)),[$(subst $(space),$(comma),$(strip $(1)))])
 
-.PHONY: demo test test-clients test-agents environments lint clean
+.PHONY: demo test test-clients test-agents lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
@@ -37,9 +37,6 @@ test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-l
 test-agents: $(VENV)/.installed-dev $(AGENTS)/node_modules/.package-lock.json
 	cd $(AGENTS)/node_modules/@anthropic-ai/claude-code && node install.cjs  # puts its program in place
 	CODEX=$(AGENTS)/node_modules/.bin/codex CLAUDE=$(AGENTS)/node_modules/.bin/claude $(BIN)/python -m pytest $(AGENTS) $(ARGS)
-
-# What the tests need, to be made side by side with --jobs.
-environments: $(VENV)/.installed-dev $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-lock.json
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
