@@ -276,7 +276,6 @@ def services(
         draft_model=settings.draft_model,
         draining=draining,
         check_grammar=models.check_grammar,
-        loaded=lambda: frozenset(scheduler.health().models),
         max_queue=settings.max_queue,
         page=page.files() if settings.ui else {},
         version=__version__,

@@ -101,7 +101,7 @@ class RefusedBlock(Model):
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
+        kind = _type_of(value)
         if not isinstance(kind, str):
             refuse("Must be an object with a 'type'.")
         if kind in ("image", "document"):
@@ -118,18 +118,25 @@ def _as_blocks(value: Any) -> Any:
     return value
 
 
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else None
+
+
 def _kind(value: Any, known: Sequence[str]) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = _type_of(value)
     return f"<{kind}>" if kind in known else "<refused>"
 
 
 def _result_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return "<unseen>" if kind in ("image", "document") else _kind(value, ("text", "search_result", "tool_reference"))
+    return (
+        "<unseen>"
+        if _type_of(value) in ("image", "document")
+        else _kind(value, ("text", "search_result", "tool_reference"))
+    )
 
 
 def _block_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = _type_of(value)
     is_servers = isinstance(kind, str) and (kind in _SERVER_TOOL_BLOCKS or kind.endswith("_tool_result"))
     if kind == "redacted_thinking" or is_servers:
         return "<skipped>"

@@ -6,7 +6,7 @@ https://platform.claude.com/docs/en/api/models-list).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs
@@ -21,7 +21,7 @@ MAX_LIMIT = 1000
 
 def list_models(services: Services, request: RawRequest) -> Response:
     """GET /v1/models, all of them, or a page: ``limit``, ``after_id``, ``before_id`` in the query. Raises ApiError."""
-    loaded = services.loaded()
+    loaded = services.scheduler.health().models
     found = [_model_object(services, name, entry, loaded) for name, entry in services.catalog.listing()]
     query = parse_qs(request.query)
     page, has_more = _page(found, query)
@@ -33,7 +33,7 @@ def list_models(services: Services, request: RawRequest) -> Response:
 def get_model(services: Services, request: RawRequest) -> Response:
     """GET /v1/models/{id}"""
     name = request.path.removeprefix("/v1").removeprefix("/models/")
-    return json_response(_model_object(services, *services.catalog.look_up(name), services.loaded()))
+    return json_response(_model_object(services, *services.catalog.look_up(name), services.scheduler.health().models))
 
 
 def _page(found: Sequence[dict[str, Any]], query: dict[str, list[str]]) -> tuple[Sequence[dict[str, Any]], bool]:
@@ -66,7 +66,7 @@ def _place(found: Sequence[dict[str, Any]], query: dict[str, list[str]], param: 
     return places[0]
 
 
-def _model_object(services: Services, name: str, entry: ModelEntry, loaded: frozenset[str]) -> dict[str, Any]:
+def _model_object(services: Services, name: str, entry: ModelEntry, loaded: Collection[str]) -> dict[str, Any]:
     most = context_tokens(services, entry)
     # The root of an alias is its model, and of an adapter the model that it is on.
     root = entry.name if name != entry.name else entry.base or entry.name

@@ -18,7 +18,6 @@ from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.core import (
     ApiError,
     ClientGone,
-    EngineStats,
     Event,
     Gate,
     Job,
@@ -66,15 +65,11 @@ class Services:
     adapter: str | None = None
     draft_model: str | None = None
     draining: Callable[[], bool] = lambda: False
-    # The names of the models that are in memory.
-    loaded: Callable[[], frozenset[str]] = frozenset
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
     # What clients of the Responses dialect may come back to.
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics = field(default_factory=Metrics)
-    # What only the engine knows. None: the scheduler is asked.
-    engine_stats: Callable[[], EngineStats] | None = None
     # Sequences that may wait; at so many no request more is taken.
     max_queue: int | None = None
     # The page's files by path; empty: there is no page.

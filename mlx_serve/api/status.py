@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_serve.api import prometheus, stats
 from mlx_serve.api.serving import Services, json_response
-from mlx_serve.core import EngineStats, RawRequest, Response
+from mlx_serve.core import RawRequest, Response
 from mlx_serve.engine.scheduler import Health
 
 
@@ -43,13 +43,9 @@ def _not_ready(services: Services, state: Health) -> str:
 def live_stats(services: Services, request: RawRequest) -> Response:
     """GET /stats: what runs, how fast, and in how much memory, at this moment."""
     status = "draining" if services.draining() else services.scheduler.health().status
-    return json_response(stats.as_object(services.metrics, _engine_stats(services), status, services.version))
+    return json_response(stats.as_object(services.metrics, services.scheduler.stats(), status, services.version))
 
 
 def prometheus_metrics(services: Services, request: RawRequest) -> Response:
     """GET /metrics, in Prometheus's text format. Raises ApiError 501 without prometheus-client."""
-    return prometheus.respond(services.metrics, _engine_stats(services), services.scheduler.health().status)
-
-
-def _engine_stats(services: Services) -> EngineStats:
-    return services.scheduler.stats() if services.engine_stats is None else services.engine_stats()
+    return prometheus.respond(services.metrics, services.scheduler.stats(), services.scheduler.health().status)

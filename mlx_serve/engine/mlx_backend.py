@@ -21,6 +21,7 @@ from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
+from mlx_serve.engine.loaded_backend import LoadedBackend
 from mlx_serve.engine.prefill import CROWDED_SHARE, SHARE, PrefillBudget
 from mlx_serve.engine.prefix_cache import Ids, as_ids, common
 from mlx_serve.engine.scoring import Scoring
@@ -44,7 +45,7 @@ class BatchOptions:
     prefill_step_size: int = 2048
 
 
-class BatchBackend:
+class BatchBackend(LoadedBackend):
     """Jobs join and leave the batch between any two steps.
 
     Prompts that one step can end are prefilled together, and some beside one long one: the long ones come after each
@@ -54,7 +55,7 @@ class BatchBackend:
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
         self.capacity = options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
-        self._loaded = loaded
+        super().__init__(loaded)
         self._pending: list[_Pending] = []
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
@@ -73,21 +74,6 @@ class BatchBackend:
     def n_decoding(self) -> int:
         """Jobs whose prompts are done."""
         return sum(running.is_decoding for running in self._running.values())
-
-    @property
-    def cache_bytes(self) -> int:
-        """What kept prefixes hold."""
-        return self._loaded.prefix_cache.n_bytes
-
-    @property
-    def n_cached(self) -> int:
-        """Kept prefixes."""
-        return len(self._loaded.prefix_cache)
-
-    @property
-    def n_evicted(self) -> int:
-        """Prefixes given up for room."""
-        return self._loaded.prefix_cache.n_evicted
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """A batch's caches are as long as the longest of them. Of what is embedded there is one cache at a time."""
@@ -118,10 +104,6 @@ class BatchBackend:
             del self._running[uid]
         for cache, tokens in kept.values():
             self._loaded.prefix_cache.store(as_ids(tokens), cache)
-
-    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """Decode one token of each running sequence, then prefill about ``gap_s`` seconds of the new ones."""
-        return self.step_tokens(self.prefill_tokens(gap_s))
 
     def prefill_tokens(self, gap_s: float) -> int:
         """How many prompt tokens a step may take: more while many wait beside those that decode."""
@@ -158,10 +140,6 @@ class BatchBackend:
         for running in self._running.values():
             if running.choice.job in jobs and running.choice.constraint is not None:
                 running.choice.constraint.give_up()
-
-    def shrink_cache(self, max_bytes: int) -> None:
-        """Give up kept prefixes."""
-        self._loaded.prefix_cache.shrink(max_bytes)
 
     def close(self) -> None:
         """Restore what the generator set of the device."""

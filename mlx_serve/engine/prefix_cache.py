@@ -87,18 +87,18 @@ class PrefixCache:
 
     def covers(self, ids: Ids) -> int:
         """How many leading tokens of a prompt ``fetch`` would give: always fewer than all, for mlx-lm needs one."""
-        return max(self._best(ids)[1], self._on_disk(ids))
+        n = self._best(ids)[1]
+        return max(n, self._on_disk(ids, n))
 
     def fetch(self, ids: Ids) -> tuple[list[Any] | None, int]:
         """A copy of the best cache for a prompt, and how many of its tokens it covers."""
         entry, n = self._best(ids)
-        if self._on_disk(ids) > n:
-            self._read(ids)
+        if n_on_disk := self._on_disk(ids, n):
+            self._read(ids, n_on_disk)
             entry, n = self._best(ids)
         if entry is None:
             return None, 0
-        self._entries.remove(entry)
-        self._entries.append(entry)
+        self._touch(entry)
         # The arrays are shared until one side writes.
         cache = copy.deepcopy(entry.cache)
         if len(entry.ids) > n:
@@ -111,20 +111,18 @@ class PrefixCache:
             return
         # Unevaluated, it would be a view that keeps the whole batch's memory alive.
         mx.eval([layer.state for layer in cache])
-        if self._keep(ids, cache) and self._tier is not None:
+        if self._add(ids, cache) and self._tier is not None:
             self._tier.save(ids.tolist(), cache)
 
     def shrink(self, max_bytes: int) -> None:
         """Give up the least recently used ones until no more than ``max_bytes`` are held."""
         while self._entries and self.n_bytes > max_bytes:
-            self._drop(self._entries[0])
-            self.n_evicted += 1
+            self._evict()
 
     def keep(self, n_sequences: int) -> None:
         """Give up the least recently used ones until no more than ``n_sequences`` are held."""
         while len(self._entries) > n_sequences:
-            self._drop(self._entries[0])
-            self.n_evicted += 1
+            self._evict()
 
     def _best(self, ids: Ids) -> tuple[_Entry | None, int]:
         most = len(ids) - 1
@@ -135,14 +133,13 @@ class PrefixCache:
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
-    def _keep(self, ids: Ids, cache: list[Any]) -> bool:
+    def _add(self, ids: Ids, cache: list[Any]) -> bool:
         """False when another entry already gives all of it."""
         trims = can_trim(cache)
         for entry in list(self._entries):
             n = common(entry.ids, ids)
             if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
-                self._entries.remove(entry)
-                self._entries.append(entry)
+                self._touch(entry)
                 return False
             # A cache that trims makes its own prefixes superfluous.
             if trims and n == len(entry.ids):
@@ -151,32 +148,37 @@ class PrefixCache:
         self._entries.append(entry)
         self.n_bytes += entry.n_bytes
         self.version += 1
-        if len(self._entries) > self._max_sequences:
-            self._drop(self._entries[0])
-            self.n_evicted += 1
+        self.keep(self._max_sequences)
         if self._max_bytes is not None:
             self.shrink(self._max_bytes)
         return True
+
+    def _touch(self, entry: _Entry) -> None:
+        self._entries.remove(entry)
+        self._entries.append(entry)
+
+    def _evict(self) -> None:
+        self._drop(self._entries[0])
+        self.n_evicted += 1
 
     def _drop(self, entry: _Entry) -> None:
         self._entries.remove(entry)
         self.n_bytes -= entry.n_bytes
         self.version += 1
 
-    def _on_disk(self, ids: Ids) -> int:
-        """What a file gives, when that is worth reading it."""
+    def _on_disk(self, ids: Ids, n_in_memory: int) -> int:
+        """What a file gives, when that is so much more that it is worth reading; else 0."""
         if self._tier is None:
             return 0
         n = self._tier.covers(ids[:-1].tolist(), trimmable=self._trimmable)
-        return n if n >= self._best(ids)[1] + _MIN_FROM_DISK else 0
+        return n if n >= n_in_memory + _MIN_FROM_DISK else 0
 
-    def _read(self, ids: Ids) -> None:
+    def _read(self, ids: Ids, n: int) -> None:
         assert self._tier is not None
-        n = self._on_disk(ids)
         found = self._tier.load(ids[:-1].tolist(), trimmable=self._trimmable)
         if found is None:
             return
         cache, n_tokens = found
         if n_tokens > n:
             trim_prompt_cache(cache, n_tokens - n)
-        self._keep(ids[:n], cache)
+        self._add(ids[:n], cache)

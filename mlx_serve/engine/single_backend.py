@@ -21,6 +21,7 @@ from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.kv_size import quantized
+from mlx_serve.engine.loaded_backend import LoadedBackend
 from mlx_serve.engine.prefill import PrefillBudget
 from mlx_serve.engine.prefix_cache import as_ids
 from mlx_serve.engine.scoring import Scoring
@@ -36,13 +37,13 @@ class SingleOptions:
     quantized_kv_start: int = 5000
 
 
-class SingleBackend:
+class SingleBackend(LoadedBackend):
     """Runs a job from its prompt to its end before the next one is let in."""
 
     capacity = 1
 
     def __init__(self, loaded: Loaded, options: SingleOptions) -> None:
-        self._loaded = loaded
+        super().__init__(loaded)
         self._options = options
         self._budget = PrefillBudget(options.prefill_step_size)
         self._embedder = Embedder(loaded)
@@ -54,21 +55,6 @@ class SingleBackend:
     def n_decoding(self) -> int:
         """1 when the prompt of the job is done."""
         return int(self._running is not None and self._running.generation is not None)
-
-    @property
-    def cache_bytes(self) -> int:
-        """What kept prefixes hold."""
-        return self._loaded.prefix_cache.n_bytes
-
-    @property
-    def n_cached(self) -> int:
-        """Kept prefixes."""
-        return len(self._loaded.prefix_cache)
-
-    @property
-    def n_evicted(self) -> int:
-        """Prefixes given up for room."""
-        return self._loaded.prefix_cache.n_evicted
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """The sum, though but one of them runs at a time."""
@@ -93,10 +79,6 @@ class SingleBackend:
             if running.generation is not None:
                 running.generation.close()  # type: ignore[attr-defined]
             self._running = None
-
-    def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """A chunk of the job's prompt, or its next token."""
-        return self.step_tokens(self.prefill_tokens(gap_s))
 
     def prefill_tokens(self, gap_s: float) -> int:
         """How many prompt tokens a step may take."""
@@ -129,10 +111,6 @@ class SingleBackend:
         if self._running is not None and self._running.choice.job in jobs:
             assert self._running.choice.constraint is not None
             self._running.choice.constraint.give_up()
-
-    def shrink_cache(self, max_bytes: int) -> None:
-        """Give up kept prefixes."""
-        self._loaded.prefix_cache.shrink(max_bytes)
 
     def close(self) -> None:
         """Nothing is held between jobs."""

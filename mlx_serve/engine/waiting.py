@@ -28,7 +28,7 @@ class Waiting:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[Job]:
-        return iter(list(self._jobs))
+        return iter(self._jobs)
 
     def add(self, jobs: Sequence[Job]) -> None:
         """Each to its place."""

@@ -234,7 +234,8 @@ def test_bytes_that_are_no_request_are_counted():
 
 
 def test_the_engine_s_figures_are_passed_on():
-    with serving(engine_stats=lambda: STATS, version="1.2.3") as server:
+    with serving(version="1.2.3") as server:
+        server.scheduler.stats = lambda: STATS
         body = stats(server)
         assert (body["waiting"], body["running"], body["version"]) == (3, 5, "1.2.3")
         assert body["memory"] == {

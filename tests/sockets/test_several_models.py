@@ -44,12 +44,12 @@ def server(backend):
     aliases = {"gpt-4o": "org/second", "a/b": "sql", "claude-*": "org/second"}
     catalog = Catalog(ENTRY, models=[SECOND, ADAPTED], aliases=aliases)
     defaults = Defaults(max_tokens=9, temperature=0.25, min_p=0.125)
-    loaded = lambda: frozenset(["org/second"])  # noqa: E731
-    with serving(backend, catalog=catalog, defaults=defaults, max_model_len=128, loaded=loaded) as running:
+    with serving(backend, catalog=catalog, defaults=defaults, max_model_len=128) as running:
         yield running
 
 
 def test_the_list_has_models_adapters_and_exact_aliases(server):
+    server.chat(model="org/second")
     data = server.request("GET", "/v1/models")[2]["data"]
     assert [(m["id"], m["root"], m["loaded"], m["max_model_len"]) for m in data] == [
         ("fake", "fake", False, 128),
