@@ -18,6 +18,8 @@ SILENCE = {
 # Before any of them is imported: some read it then.
 os.environ.update(SILENCE)
 
+from clientserver import served  # noqa: E402
+
 
 def _is_here(host: object) -> bool:
     name = host.decode() if isinstance(host, bytes) else host
@@ -41,3 +43,10 @@ def _nothing_leaves_this_machine(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up_here)
     monkeypatch.setattr(socket.socket, "connect", connect_here)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One for all tests of a package; a test that needs another makes its own."""
+    with served() as running:
+        yield running

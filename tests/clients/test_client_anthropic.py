@@ -47,12 +47,6 @@ def async_client_of(server, **kwargs):
     return anthropic.AsyncAnthropic(base_url=server.root_url, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 @pytest.fixture
 def client(server):
     with client_of(server) as client:

@@ -68,12 +68,6 @@ def chat(http):
     return make
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 def joined(chunks) -> AIMessageChunk:
     first, *others = chunks
     return sum(others, first)

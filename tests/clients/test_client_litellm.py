@@ -74,12 +74,6 @@ async def end_async_clients() -> None:
             await kept.pop(key).close()
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 def text_of(chunks) -> str:
     return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 

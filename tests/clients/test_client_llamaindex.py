@@ -58,12 +58,6 @@ def model_of():
         yield make
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 def test_chat(server, model_of):
     answer = model_of(server).chat(HI)
     assert (answer.message.role.value, answer.message.content) == ("assistant", ANSWER)

@@ -59,12 +59,6 @@ def outcome(script: str, case: str, server):
     return json.loads(line)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 # openai
 
 

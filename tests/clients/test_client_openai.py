@@ -66,12 +66,6 @@ def async_client_of(server, **kwargs):
     return openai.AsyncOpenAI(base_url=server.base_url, **kwargs)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with served() as running:
-        yield running
-
-
 @pytest.fixture
 def client(server):
     with client_of(server) as client:

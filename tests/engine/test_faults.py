@@ -4,9 +4,9 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
-from tinymodel import loaded, tiny_llama, write_model
+from tinymodel import loaded, tiny_llama, tokens_of, write_model
 
-from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
+from mlx_serve.core import ApiError, Job, Prompt, Sampling
 from mlx_serve.engine import choice
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import FakeModels
@@ -17,7 +17,6 @@ from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker
 
-DEADLINE_S = 60
 PROMPT = list(range(20, 60))
 
 
@@ -43,15 +42,10 @@ def job(prompt, max_tokens=8, model="m", **sampling):
 
 def result(a_job):
     """Its tokens, or the error that it ended with."""
-    tokens = []
-    while True:
-        event = a_job.events.get(timeout=DEADLINE_S)
-        if isinstance(event, Failed):
-            return event.error
-        if isinstance(event, TokenEvent):
-            tokens.append(event.token)
-            if event.finish:
-                return tokens
+    try:
+        return tokens_of(a_job)
+    except ApiError as error:
+        return error
 
 
 @pytest.fixture

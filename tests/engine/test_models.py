@@ -5,9 +5,9 @@ import weakref
 from queue import SimpleQueue
 
 import pytest
-from tinymodel import CONFIG, EOS, write_model
+from tinymodel import CONFIG, EOS, tokens_of, write_model
 
-from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, TokenEvent
+from mlx_serve.core import ApiError, Job, Prompt, Sampling
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.engine.memory import MemoryBudget
@@ -81,15 +81,7 @@ def test_a_template_of_the_command_line_takes_the_tokenizer_s_place(root):
 def run(scheduler, model, prompt=(1, 2, 3), n=4):
     job = Job(model, Prompt(prompt), Sampling(n), 0, SimpleQueue())
     scheduler.submit([job])
-    out = []
-    while True:
-        event = job.events.get(timeout=DEADLINE_S)
-        if isinstance(event, Failed):
-            raise event.error
-        if isinstance(event, TokenEvent):
-            out.append(event.token)
-            if event.finish:
-                return out
+    return tokens_of(job)
 
 
 @pytest.fixture

@@ -11,11 +11,13 @@ from mlx_lm.models import gemma3_text, lfm2, llama, qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_serve.core import Failed, Job, TokenEvent
 from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.prefix_cache import PrefixCache
 
 VOCAB_SIZE = 260
+DEADLINE_S = 60
 EOS = 257
 CONFIG = {
     "model_type": "llama",
@@ -148,3 +150,16 @@ def write_model(path: Path, seed: int = 0, *, make=tiny_llama, **config) -> Path
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return path
+
+
+def tokens_of(job: Job) -> list[int]:
+    """What a job that was submitted generates. Raises the ApiError that it fails with."""
+    tokens = []
+    while True:
+        event = job.events.get(timeout=DEADLINE_S)
+        if isinstance(event, Failed):
+            raise event.error
+        if isinstance(event, TokenEvent):
+            tokens.append(event.token)
+            if event.finish:
+                return tokens
