@@ -21,6 +21,7 @@ from mlx_serve.core import ApiError, Event, Gate, Inputs, Job, Prompt, Sampling
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.prefill_budget import StepPlan
 
 # What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
 # and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
@@ -51,11 +52,11 @@ class Messages(Protocol):
 class PartBackend(Backend, Protocol):
     """A backend whose step depends on what it is told alone."""
 
-    def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take."""
+    def plan_step(self, gap_s: float) -> StepPlan:
+        """What the next step does."""
 
-    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
-        """A step with up to ``n_tokens`` prompt tokens."""
+    def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
+        """A step as planned."""
 
     def late(self) -> list[Job]:
         """Jobs whose grammars have taken more time than they may."""

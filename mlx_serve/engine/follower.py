@@ -11,6 +11,7 @@ from typing import Any
 from mlx_serve.core import ApiError, Event, Job
 from mlx_serve.engine.backend import EngineLost, is_last
 from mlx_serve.engine.distributed import ALIKE, JointOpening, Messages, PartBackend, Store, job_of
+from mlx_serve.engine.prefill_budget import StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -94,12 +95,12 @@ class _Part:
         for job in jobs:
             self._forget(job)
 
-    def step(self, n_tokens: int, late: Sequence[int]) -> None:
+    def step(self, plan: Sequence[Any], late: Sequence[int]) -> None:
         jobs = [self._jobs[number] for number in late]
         events: Sequence[tuple[Job, Event]] = []
         with self._failing_alike():
             self.backend.give_up(jobs)
-            events = self.backend.step_tokens(n_tokens)
+            events = self.backend.run_step(StepPlan(*plan))
         for job, event in events:
             if is_last(event):
                 self._forget(job)

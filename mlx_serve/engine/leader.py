@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 from mlx_serve.core import Event, Job
@@ -142,11 +143,11 @@ class LedBackend:
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """A step on all ranks."""
-        n_tokens, late = self._part.prefill_tokens(gap_s), self._part.late()
-        self._leader.post("step", self._name, n_tokens, self._numbers_of(late))
+        plan, late = self._part.plan_step(gap_s), self._part.late()
+        self._leader.post("step", self._name, astuple(plan), self._numbers_of(late))
         with self._failing_alike():
             self._part.give_up(late)
-            events = self._part.step_tokens(n_tokens)
+            events = self._part.run_step(plan)
         for job, event in events:
             if is_last(event):
                 self._numbers.pop(job, None)

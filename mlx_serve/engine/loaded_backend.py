@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mlx_serve.core import Event, Job
 from mlx_serve.engine.choice import Loaded
+from mlx_serve.engine.prefill_budget import StepPlan
 
 
 class LoadedBackend:
@@ -35,12 +36,12 @@ class LoadedBackend:
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """Go on with all jobs: a token of each that decodes, and about ``gap_s`` seconds of prefill."""
-        return self.step_tokens(self.prefill_tokens(gap_s))
+        return self.run_step(self.plan_step(gap_s))
 
-    def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take."""
+    def plan_step(self, gap_s: float) -> StepPlan:
+        """What the next step does."""
         raise NotImplementedError
 
-    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
-        """A step with up to ``n_tokens`` prompt tokens."""
+    def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
+        """A step as planned."""
         raise NotImplementedError

@@ -1,37 +1,38 @@
 """Continuous batching through mlx-lm's BatchGenerator, behind the Backend protocol. Lives on the worker thread.
 
-    insert --> pending --(a place in the prefill, and nobody prefills the same)--> prefill --> decoding --> kept prefix
+    insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in the generator --> kept prefix
 
-All that the project knows of BatchGenerator is in this module; what cannot be batched runs in single_backend.py.
+Prompts are prefilled here, each alone: BatchGenerator pads those that it prefills together to the longest of them. It
+gets a sequence with its cache and the prompt's last token. All that the project knows of it is in this module; what
+cannot be batched runs in single_backend.py.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.loaded_backend import LoadedBackend
-from mlx_serve.engine.prefill import CROWDED_SHARE, SHARE, PrefillBudget
+from mlx_serve.engine.prefill import prefill
+from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
 from mlx_serve.engine.prefix_cache import Ids, as_ids, common
 from mlx_serve.engine.scoring import Scoring
 
 # What another's prefill must give more than what is there already, to be waited for.
 _MIN_SHARED = 32
-# So many prompts are prefilled at a time where one of them is long.
-_MOST_BESIDE = 3
-# A prompt that waits for every so many streams that decode is a crowd.
-_CROWD = 3
+# By so much a step may grow to end a prompt: its rest would take another pass through the model.
+_STRETCH = 1.25
 # How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
 _TAIL = 16
 
@@ -48,32 +49,37 @@ class BatchOptions:
 class BatchBackend(LoadedBackend):
     """Jobs join and leave the batch between any two steps.
 
-    Prompts that one step can end are prefilled together, and some beside one long one: the long ones come after each
-    other, so that each gets its first token as soon as it can, and no short one waits behind them.
+    A step's prompt tokens go to the prompt that came first, and those of every other step to the one that is soonest
+    done: a long one goes on beside short ones, and holds none of them up.
     """
 
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
         self.capacity = options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
+        self._most_tokens = options.prefill_step_size
         super().__init__(loaded)
-        self._pending: list[_Pending] = []
+        # In the order in which they came.
+        self._prompts: list[_Sequence] = []
+        self._is_first_s_turn = False
+        # They wait for the next step that decodes.
+        self._prefilled: list[_Sequence] = []
+        self._decoding: dict[int, _Sequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
-        self._running: dict[int, _Running] = {}
         self._budget = PrefillBudget(options.prefill_step_size)
         self._stops = StopSequences([(token,) for token in sorted(loaded.eos_ids)])
         self._generator = BatchGenerator(
             loaded.model,
             completion_batch_size=options.decode_concurrency,
-            prefill_batch_size=options.prompt_concurrency,
-            prefill_step_size=options.prefill_step_size,
+            # All that are prefilled join the others at once.
+            prefill_batch_size=options.decode_concurrency,
         )
 
     @property
     def n_decoding(self) -> int:
         """Jobs whose prompts are done."""
-        return sum(running.is_decoding for running in self._running.values())
+        return len(self._decoding)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """A batch's caches are as long as the longest of them. Of what is embedded there is one cache at a time."""
@@ -91,139 +97,161 @@ class BatchBackend(LoadedBackend):
         if job.sampling.prompt_logprobs is not None:
             self._scoring.append(Scoring(choice, self._loaded.model))
         else:
-            self._pending.append(_Pending(choice, as_ids(job.prompt.tokens)))
+            self._prompts.append(_Sequence(choice, as_ids(job.prompt.tokens)))
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch. What was computed for them is kept, if others could use it."""
-        self._pending = [pending for pending in self._pending if pending.choice.job not in jobs]
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
-        uids = [uid for uid, running in self._running.items() if running.choice.job in jobs]
+        for waiting in (self._prompts, self._prefilled):
+            for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
+                waiting.remove(sequence)
+                if sequence.cache is not None and self._loaded.trimmable:
+                    self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache)
+        uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
         for uid in uids:
-            del self._running[uid]
+            del self._decoding[uid]
         for cache, tokens in kept.values():
             self._loaded.prefix_cache.store(as_ids(tokens), cache)
 
-    def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take: more while many wait beside those that decode."""
-        n_waiting = len(self._pending) + len(self._prefilling())
-        crowded = n_waiting * _CROWD >= self.n_decoding
-        return self._budget.tokens(gap_s, CROWDED_SHARE if crowded else SHARE)
+    def plan_step(self, gap_s: float) -> StepPlan:
+        """What the next step does."""
+        return self._budget.plan(gap_s, len(self._prompts), len(self._decoding))
 
-    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
-        """A step with up to ``n_tokens`` prompt tokens."""
-        events: list[tuple[Job, Event]] = self._start_pending(n_tokens)
-        n_prefilling = len(self._prefilling())
-        n_shares = (n_prefilling > 0) + bool(self._scoring) + bool(self._embedding)
-        n_tokens = max(1, n_tokens // max(1, n_shares))
+    def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
+        """A step as planned."""
+        events: list[tuple[Job, Event]] = []
+        n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
+        if self._prompts:
+            events += self._prefill(n_tokens)
         if self._scoring:
             events += self._score(n_tokens)
         if self._embedding:
             events += self._embed(n_tokens)
-        # It takes so many tokens of each prompt.
-        self._generator.prefill_step_size = max(1, n_tokens // max(1, n_prefilling))
-        with self._generator.stats() as work:
-            prompts, tokens = self._generator.next()
-        self._budget.note(work.prompt_tokens, work.prompt_time)
-        self._budget.note_decoding(work.decode_time)
-        for response in prompts:
-            self._advance(response)
-        return events + [self._event(response) for response in tokens]
+        if plan.decodes:
+            events += self._decode()
+        return events
 
     def late(self) -> list[Job]:
         """Jobs whose grammars have taken more time than they may."""
-        return [running.choice.job for running in self._running.values() if running.choice.is_late]
+        return [sequence.choice.job for sequence in self._decoding.values() if sequence.choice.is_late]
 
     def give_up(self, jobs: Collection[Job]) -> None:
         """Fail the grammars of these jobs."""
-        for running in self._running.values():
-            if running.choice.job in jobs and running.choice.constraint is not None:
-                running.choice.constraint.give_up()
+        for sequence in self._decoding.values():
+            if sequence.choice.job in jobs and sequence.choice.constraint is not None:
+                sequence.choice.constraint.give_up()
 
     def close(self) -> None:
         """Restore what the generator set of the device."""
         self._generator.close()
 
-    # Beginning.
+    # Prompts.
 
-    def _prefilling(self) -> list[_Running]:
-        return [running for running in self._running.values() if not running.is_decoding]
-
-    def _start_pending(self, n_tokens: int) -> list[tuple[Job, Event]]:
+    def _prefill(self, n_tokens: int) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
-        for pending in list(self._pending):
-            prefilling = self._prefilling()
-            if len(prefilling) >= self._max_prefilling:
+        least = n_tokens // 2
+        self._is_first_s_turn = not self._is_first_s_turn
+        if self._is_first_s_turn and (ready := self._ready()):
+            n_tokens -= self._feed(ready[0], n_tokens, events)
+        while ready := self._ready():
+            soonest = _soonest(ready)
+            # Little of a prompt takes a pass through the model as much does.
+            if n_tokens < min(soonest.n_left, least):
                 break
-            donor, n_there = self._best_source(pending)
-            if self._to_come(pending, prefilling) >= n_there + _MIN_SHARED:
-                continue
-            if not _goes_along(len(pending.ids) - n_there, [running.n_left for running in prefilling], n_tokens):
-                continue
-            self._pending.remove(pending)
-            events.append(self._start(pending, donor, n_there))
+            n_tokens -= self._feed(soonest, n_tokens, events)
         return events
 
-    def _best_source(self, pending: _Pending) -> tuple[_Running | None, int]:
+    def _ready(self) -> list[_Sequence]:
+        """The prompts that can go on: those that have begun, and those that no other's prefill would help."""
+        begun = [prompt for prompt in self._prompts if prompt.cache is not None]
+        may_begin = len(begun) < self._max_prefilling
+        return [p for p in self._prompts if p.cache is not None or (may_begin and not self._waits(p, begun))]
+
+    def _waits(self, prompt: _Sequence, begun: Sequence[_Sequence]) -> bool:
+        """Whether a prompt had better wait for another one; looks for what is there for it already."""
+        trimmable = self._loaded.trimmable
+        prompt.donor, prompt.n_done = self._best_source(prompt, [*begun, *self._prefilled, *self._decoding.values()])
+        to_come = max((other.will_give(prompt.common(other), trimmable=trimmable) for other in begun), default=0)
+        return to_come >= prompt.n_done + _MIN_SHARED
+
+    def _best_source(self, prompt: _Sequence, donors: Sequence[_Sequence]) -> tuple[_Sequence | None, int]:
         """Where the longest prefix of a prompt is to be had now: of a running sequence, or (None) of the kept ones."""
         cache = self._loaded.prefix_cache
-        if pending.cache_version != cache.version:
-            pending.cache_version, pending.n_kept = cache.version, cache.covers(pending.ids)
-        best: _Running | None = None
-        best_n = pending.n_kept
+        if prompt.cache_version != cache.version:
+            prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids)
+        best: _Sequence | None = None
+        best_n = prompt.n_kept
         if self._loaded.trimmable:
-            for running in self._running.values():
-                n = min(pending.common(running), running.n_done)
+            for donor in donors:
+                n = min(prompt.common(donor), donor.n_done)
                 if n >= best_n + _MIN_SHARED:
-                    best, best_n = running, n
+                    best, best_n = donor, n
         return best, best_n
 
-    def _to_come(self, pending: _Pending, prefilling: Sequence[_Running]) -> int:
-        """The longest prefix of a prompt that a prefill under way will give."""
-        trimmable = self._loaded.trimmable
-        return max(
-            (running.will_give(pending.common(running), trimmable=trimmable) for running in prefilling), default=0
-        )
+    def _feed(self, prompt: _Sequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
+        """Up to ``n_tokens`` more of a prompt; gives how many it were. Its last token is left for the generator."""
+        cache = prompt.cache
+        if cache is None:
+            cache = self._begin(prompt)
+            events.append((prompt.choice.job, Started(prompt.choice.job.index, prompt.n_done)))
+        if prompt.n_left <= min(n_tokens * _STRETCH, self._most_tokens):
+            n_tokens = prompt.n_left
+        end = min(prompt.n_done + n_tokens, prompt.marks[0] if prompt.marks else len(prompt.ids) - 1)
+        n = end - prompt.n_done
+        if n:
+            started_s = time.perf_counter()
+            prefill(self._loaded.model, cache, prompt.choice.job.prompt.tokens[prompt.n_done : end])
+            self._budget.note(n, time.perf_counter() - started_s)
+            prompt.n_done = end
+        if prompt.marks and end == prompt.marks[0]:
+            prompt.marks.pop(0)
+            self._loaded.prefix_cache.store(prompt.ids[:end], copy.deepcopy(cache))
+        if not prompt.n_left:
+            self._prompts.remove(prompt)
+            self._prefilled.append(prompt)
+        return n
 
-    def _start(self, pending: _Pending, donor: _Running | None, n_cached: int) -> tuple[Job, Event]:
+    def _begin(self, prompt: _Sequence) -> list[Any]:
+        """Give a prompt its cache, with what is there of it already."""
         cache: list[Any] | None
-        if donor is not None:
-            cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
-            trim_prompt_cache(cache, len(held) - n_cached)
+        if prompt.donor is not None:
+            cache = self._share(prompt.donor, prompt.n_done)
         else:
-            cache, n_cached = self._loaded.prefix_cache.fetch(pending.ids)
-        running = _Running(pending.choice, pending.ids, n_cached, self._marks(pending, n_cached))
-        self._insert(running, cache)
-        return pending.choice.job, Started(pending.choice.job.index, n_cached)
+            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids)
+        if cache is None:
+            cache = make_prompt_cache(self._loaded.model)
+        prompt.cache = cache
+        # What has ended is not to be held by what it was once compared with.
+        prompt.donor = None
+        prompt.in_common.clear()
+        prompt.marks = self._marks(prompt)
+        return cache
 
-    def _insert(self, running: _Running, cache: list[Any] | None) -> None:
-        choice = running.choice
-        tokens = list(choice.job.prompt.tokens)
-        borders = [running.n_cached, *running.marks, len(tokens)]
-        (running.uid,) = self._generator.insert_segments(
-            [[tokens[a:b] for a, b in pairwise(borders)]],
-            max_tokens=[choice.job.sampling.max_tokens],
-            caches=[cache],
-            all_tokens=[tokens[: running.n_cached]],
-            samplers=[choice.sampler],
-            logits_processors=[choice.processors],
-            stop_sequences=[self._stops],
-        )
-        self._running[running.uid] = running
+    def _share(self, donor: _Sequence, n_tokens: int) -> list[Any]:
+        """A copy of the first tokens of a running sequence's cache."""
+        cache, n_held = donor.cache, donor.n_done
+        if cache is None:
+            cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
+            n_held = len(held)
+        # The donor's own, while it is prefilled or has not decoded yet. The arrays are shared until one side writes.
+        shared = copy.deepcopy(cache)
+        trim_prompt_cache(shared, n_held - n_tokens)
+        return shared
 
-    def _marks(self, pending: _Pending, n_cached: int) -> list[int]:
+    def _marks(self, prompt: _Sequence) -> list[int]:
         """Where to keep a copy on the way, of caches that cannot be cut back later.
 
         Where others that wait go another way, where what was kept before did, and where the last turn begins.
         """
         if self._loaded.trimmable:
             return []
-        ids = pending.ids
+        ids = prompt.ids
         wanted = {self._loaded.prefix_cache.shared(ids), self._last_turn(ids)}
-        wanted |= {common(ids, other.ids) for other in self._pending}
+        wanted |= {common(ids, other.ids) for other in self._prompts if other.cache is None}
         most = len(ids) - 1
-        return sorted({min(mark, most) for mark in wanted if min(mark, most) >= n_cached + _MIN_SHARED})
+        return sorted({min(mark, most) for mark in wanted if min(mark, most) >= prompt.n_done + _MIN_SHARED})
 
     def _last_turn(self, ids: Ids) -> int:
         controls = self._loaded.control_ids
@@ -232,17 +260,33 @@ class BatchBackend(LoadedBackend):
 
     # Going on.
 
-    def _advance(self, response: Any) -> None:
-        running = self._running.get(response.uid)
-        if running is None:
-            return
-        if response.end_of_prompt:
-            running.n_done, running.is_decoding = len(running.ids), True
-            return
-        running.n_done = running.n_cached + response.progress[0]
-        if running.marks and running.n_done == running.marks[0]:
-            cache, _ = self._generator.extract_cache([response.uid])[response.uid]
-            self._loaded.prefix_cache.store(running.ids[: running.marks.pop(0)], cache)
+    def _decode(self) -> list[tuple[Job, Event]]:
+        for sequence in self._prefilled:
+            self._join(sequence)
+        self._prefilled.clear()
+        if not self._decoding:
+            return []
+        with self._generator.stats() as work:
+            _, responses = self._generator.next()
+        if responses:
+            self._budget.note_decoding(work.decode_time)
+        return [self._event(response) for response in responses]
+
+    def _join(self, sequence: _Sequence) -> None:
+        """Hand a sequence to the generator: its cache holds all of the prompt but the last token."""
+        choice = sequence.choice
+        tokens = list(choice.job.prompt.tokens)
+        (sequence.uid,) = self._generator.insert(
+            [tokens[-1:]],
+            max_tokens=[choice.job.sampling.max_tokens],
+            caches=[sequence.cache],
+            all_tokens=[tokens[:-1]],
+            samplers=[choice.sampler],
+            logits_processors=[choice.processors],
+            stop_sequences=[self._stops],
+        )
+        sequence.cache = None
+        self._decoding[sequence.uid] = sequence
 
     def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
         """Score some of a prompt; hand it on when it is done."""
@@ -251,9 +295,9 @@ class BatchBackend(LoadedBackend):
         if scoring.step(n_tokens) and scoring.n_left:
             return []
         self._scoring.pop(0)
-        tokens = job.prompt.tokens
         if job.sampling.max_tokens:
-            self._insert(_Running(scoring.choice, as_ids(tokens), len(tokens) - 1, []), scoring.cache)
+            ids = as_ids(job.prompt.tokens)
+            self._prefilled.append(_Sequence(scoring.choice, ids, cache=scoring.cache, n_done=len(ids) - 1))
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -274,69 +318,56 @@ class BatchBackend(LoadedBackend):
         return [(embedding.job, event) for event in events]
 
     def _event(self, response: Any) -> tuple[Job, Event]:
-        choice = self._running[response.uid].choice
+        sequence = self._decoding[response.uid]
+        # The first of its steps took the prompt's last token.
+        sequence.n_done = len(sequence.ids)
+        choice = sequence.choice
         event = choice.event(response.token, response.finish_reason, response.logprobs)
         if response.finish_reason is not None:
-            del self._running[response.uid]
+            del self._decoding[response.uid]
             self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache)
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
 
 
-def _goes_along(n_left: int, others: Sequence[int], n_tokens: int) -> bool:
-    """Whether a prompt may be prefilled beside others, with so many tokens left of each, in steps of ``n_tokens``.
-
-    mlx-lm pads the prompts of a step to the longest of them, so only those go together that one step can end; and
-    a few short ones beside a long one, which would else hold them up.
-    """
-    longest = max(others, default=0)
-    if longest > n_tokens:
-        return n_left <= n_tokens and len(others) < _MOST_BESIDE
-    return not others or (len(others) + 1) * max(longest, n_left) <= n_tokens
+def _soonest(prompts: Iterable[_Sequence]) -> _Sequence:
+    """The one with the fewest tokens left; of several, the first."""
+    return min(prompts, key=lambda prompt: prompt.n_left)
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    """A sequence in the generator. ``n_done`` tokens of its prompt are in its KV cache, ``n_cached`` from the start.
+class _Sequence:
+    """A job on its way: a prompt that waits (no ``cache``), that is prefilled, or (with a ``uid``) that decodes.
 
-    ``marks``: where a copy of the cache is still to be kept.
+    ``n_done`` tokens of its prompt are in its KV cache; before it begins, so many are to be had, of the ``donor`` or of
+    the kept prefixes. ``marks``: where a copy of the cache is still to be kept.
     """
 
     choice: Choice
     ids: Ids
-    n_cached: int
-    marks: list[int]
-    uid: int = -1
+    cache: list[Any] | None = None
     n_done: int = 0
-    is_decoding: bool = False
-
-    def __post_init__(self) -> None:
-        self.n_done = self.n_cached
+    marks: list[int] = field(default_factory=list)
+    uid: int = -1
+    donor: _Sequence | None = None
+    cache_version: int = -1
+    n_kept: int = 0
+    in_common: dict[_Sequence, int] = field(default_factory=dict)
 
     @property
     def n_left(self) -> int:
-        return len(self.ids) - self.n_done
+        """Tokens to prefill: all but the last, which the generator takes."""
+        return len(self.ids) - 1 - self.n_done
+
+    def common(self, other: _Sequence) -> int:
+        """How much of the prompt is another one's too; never all of it, for one token has to be left."""
+        if other not in self.in_common:
+            self.in_common[other] = min(common(self.ids, other.ids), len(self.ids) - 1)
+        return self.in_common[other]
 
     def will_give(self, n_common: int, *, trimmable: bool) -> int:
         """How much of what it has in common with another prompt can be had once it has got there."""
         if trimmable:
             return n_common
         return max((mark for mark in self.marks if mark <= n_common), default=0)
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A job that has not begun."""
-
-    choice: Choice
-    ids: Ids
-    cache_version: int = -1
-    n_kept: int = 0
-    _common: dict[int, int] = field(default_factory=dict)
-
-    def common(self, running: _Running) -> int:
-        """How much of the prompt is a running one's too; never all of it, for one token has to be left."""
-        if running.uid not in self._common:
-            self._common[running.uid] = min(common(self.ids, running.ids), len(self.ids) - 1)
-        return self._common[running.uid]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_cache, speculative_generate_step
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
@@ -22,7 +22,8 @@ from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.kv_size import quantized
 from mlx_serve.engine.loaded_backend import LoadedBackend
-from mlx_serve.engine.prefill import PrefillBudget
+from mlx_serve.engine.prefill import prefill
+from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
 from mlx_serve.engine.prefix_cache import as_ids
 from mlx_serve.engine.scoring import Scoring
 
@@ -80,12 +81,13 @@ class SingleBackend(LoadedBackend):
                 running.generation.close()  # type: ignore[attr-defined]
             self._running = None
 
-    def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take."""
-        return self._budget.tokens(gap_s)
+    def plan_step(self, gap_s: float) -> StepPlan:
+        """What the next step does."""
+        return StepPlan(self._budget.tokens(gap_s))
 
-    def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
-        """A step with up to ``n_tokens`` prompt tokens."""
+    def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
+        """A step as planned."""
+        n_tokens = plan.n_tokens
         if self._embedding is not None:
             return self._embed(self._embedding, n_tokens)
         running = self._running
@@ -160,13 +162,11 @@ class SingleBackend(LoadedBackend):
     def _prefill(self, running: _Running, n_tokens: int) -> None:
         started_s = time.perf_counter()
         n = min(n_tokens, running.n_left - 1)
-        chunk = mx.array(running.tokens[running.n_done : running.n_done + n])[None]
-        with mx.stream(generation_stream):
-            for model, cache in self._models(running.cache):
-                model(chunk, cache=cache)
-                self._quantize(running.cache)
-                mx.eval([layer.state for layer in cache])
-            mx.clear_cache()
+        chunk = running.tokens[running.n_done : running.n_done + n]
+        for model, cache in self._models(running.cache):
+            prefill(model, cache, chunk)
+        options = self._options
+        maybe_quantize_kv_cache(running.cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
         running.n_done += n
         self._budget.note(n, time.perf_counter() - started_s)
         if self._loaded.draft_model is not None and running.n_left == 1:
@@ -178,10 +178,6 @@ class SingleBackend(LoadedBackend):
             return [(self._loaded.model, cache)]
         n = len(self._loaded.model.layers)
         return [(self._loaded.model, cache[:n]), (self._loaded.draft_model, cache[n:])]
-
-    def _quantize(self, cache: list[Any]) -> None:
-        options = self._options
-        maybe_quantize_kv_cache(cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
 
     def _decode(self, running: _Running) -> tuple[Job, Event]:
         if running.generation is None:

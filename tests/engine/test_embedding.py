@@ -14,6 +14,7 @@ from mlx_serve.core import ApiError, Embedded, Inputs, Job, Prompt, Sampling, St
 from mlx_serve.engine.embedding import Embedder
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
+from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 
 MEAN = Pooling("mean")
@@ -62,7 +63,7 @@ def run(backend, *jobs, n_tokens=10_000):
     vectors = {a_job: [] for a_job in jobs}
     ended = 0
     while ended < len(jobs):
-        for a_job, event in backend.step_tokens(n_tokens):
+        for a_job, event in backend.run_step(StepPlan(n_tokens)):
             if isinstance(event, Embedded):
                 vectors[a_job].append(numbers(event))
                 ended += event.is_last
@@ -167,7 +168,7 @@ def test_jobs_take_turns_and_one_input_at_a_time_has_a_cache(model):
         backend.insert(a_job)
     order = []
     while len(order) < 5:
-        order += [a_job for a_job, event in backend.step_tokens(16) if isinstance(event, Embedded)]
+        order += [a_job for a_job, event in backend.run_step(StepPlan(16)) if isinstance(event, Embedded)]
         assert sum(not embedding.is_between for embedding in backend._embedding) <= 1
     assert order == [long, short, long, short, long]
 
@@ -182,7 +183,7 @@ def test_it_runs_beside_generation_and_changes_nothing_of_it(model):
             backend.insert(a_job)
         tokens, vectors = {a_job: [] for a_job in jobs}, []
         while any(len(found) < 12 for found in tokens.values()) or (others and len(vectors) < len(INPUTS)):
-            for a_job, event in backend.step_tokens(8):
+            for a_job, event in backend.run_step(StepPlan(8)):
                 if isinstance(event, TokenEvent):
                     tokens[a_job].append(event.token)
                 elif isinstance(event, Embedded):
@@ -200,7 +201,7 @@ def test_a_job_that_is_cancelled_in_an_input_leaves_nothing(model, make):
     backend = make(model)
     gone = job([list(range(60))])
     backend.insert(gone)
-    ((_, started),) = backend.step_tokens(16)
+    ((_, started),) = backend.run_step(StepPlan(16))
     assert started == Started(0, 0)
     backend.remove([gone])
     (found,) = run(backend, job([[1, 2, 3]]))
@@ -211,11 +212,11 @@ def test_a_job_that_is_cancelled_in_an_input_leaves_nothing(model, make):
 def test_the_budget_learns_from_full_chunks(model, make):
     backend = make(model)
     backend.insert(job([[1], list(range(200))]))
-    first = backend.prefill_tokens(0.2)
-    backend.step_tokens(first)
-    assert backend.prefill_tokens(0.2) == first
-    backend.step_tokens(first)
-    assert backend.prefill_tokens(1e6) > first
+    first = backend.plan_step(0.2)
+    backend.run_step(first)
+    assert backend.plan_step(0.2) == first
+    backend.run_step(first)
+    assert backend.plan_step(1e6).n_tokens > first.n_tokens
 
 
 def test_admission_counts_one_cache_for_all_that_is_embedded(model):

@@ -14,6 +14,7 @@ from mlx_serve.engine.fake_backend import EOS, FakeBackend
 from mlx_serve.engine.follower import Follower
 from mlx_serve.engine.leader import FIRST_REST_S, Leader
 from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.worker import Worker
 
@@ -84,11 +85,11 @@ class FakePart(FakeBackend):
         self.done.append(("remove", [job.prompt.tokens for job in jobs]))
         super().remove(jobs)
 
-    def prefill_tokens(self, gap_s):
-        return 17
+    def plan_step(self, gap_s):
+        return StepPlan(17, decodes=False)
 
-    def step_tokens(self, n_tokens):
-        self.done.append(("step", n_tokens))
+    def run_step(self, plan):
+        self.done.append(("step", plan))
         return self.step(0.0)
 
     def late(self):
@@ -331,7 +332,7 @@ def test_a_step_that_fails_ends_the_engine_for_nobody_knows_what_the_others_did(
 
     worker.start()
     worker.ready.result(DEADLINE_S)
-    joined.here.parts["m"].step_tokens = fail
+    joined.here.parts["m"].run_step = fail
     asked = job("x")
     scheduler.submit([asked])
     assert ended.wait(DEADLINE_S)
@@ -356,7 +357,7 @@ def test_what_fails_alike_on_all_ranks_fails_its_jobs_and_a_new_backend_serves()
     worker.ready.result(DEADLINE_S)
     failed = [joined.here.parts["m"], joined.there_is("m")]
     for part in failed:
-        part.step_tokens = fail
+        part.run_step = fail
     asked, next_one = job("x"), job("y")
     scheduler.submit([asked])
     assert asked.events.get(timeout=DEADLINE_S).error.status == 500
@@ -377,7 +378,7 @@ def test_a_follower_that_fails_alone_ends():
     def fail(_):
         raise ValueError("not enough")
 
-    joined.there_is("m").step_tokens = fail
+    joined.there_is("m").run_step = fail
     backend.insert(job("x"))
     backend.step(0.1)
     backend.step(0.1)

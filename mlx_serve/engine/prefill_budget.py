@@ -1,0 +1,80 @@
+"""How much prefill the next step may do, and whether it decodes: no stream may stall, and no prompt starve."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Before the speed is known: little enough for the slowest machine.
+_FIRST_TOKENS = 64
+_LEAST_TOKENS = 16
+# The newest measurement's weight in the average.
+_WEIGHT = 0.3
+# A step lasts no longer than this if it need not: jobs come and go between steps.
+_STEP_S = 0.5
+# Seconds of prefill for each second of decoding: at least, where decoding is slow, so that a prompt gets on; and at
+# most, while many prompts wait beside few streams. A step that decodes few takes as long as one that decodes them all.
+_LEAST_SHARE = 2.0
+_MOST_SHARE = 16.0
+# With so many streams for each prompt that waits, the least is enough.
+_CROWD = 4
+# Prompts that came together begin to decode together, if that holds the first of them up for no more than the time of
+# so many steps.
+_MOST_HELD = 48
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step does: up to ``n_tokens`` prompt tokens, and whether it then decodes a token of each stream."""
+
+    n_tokens: int
+    decodes: bool = True
+
+
+class PrefillBudget:
+    """From the measured speed. ``step_size``: the most tokens in one step."""
+
+    def __init__(self, step_size: int) -> None:
+        self._step_size = step_size
+        self._tokens_per_s: float | None = None
+        # What a step's decoding takes, and the prefill since the last one.
+        self._decode_s = 0.0
+        self._since_s = 0.0
+
+    def plan(self, gap_s: float, n_waiting: int, n_decoding: int) -> StepPlan:
+        """The next step, with ``n_waiting`` prompts; ``gap_s`` is what streams may be held up for one of them."""
+        if not n_waiting:
+            return StepPlan(self.tokens(gap_s))
+        if n_decoding:
+            share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * n_waiting / n_decoding), _MOST_SHARE)
+            due_s = max(gap_s, share * self._decode_s)
+        else:
+            due_s = _MOST_HELD * self._decode_s
+        left_s = due_s - self._since_s
+        step_s = min(max(left_s, gap_s), max(gap_s, _STEP_S))
+        return StepPlan(self._tokens(step_s), left_s <= step_s)
+
+    def tokens(self, gap_s: float) -> int:
+        """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
+        return self._tokens(max(gap_s, _LEAST_SHARE * self._decode_s))
+
+    def note_decoding(self, seconds: float) -> None:
+        """A step decoded for so long."""
+        self._since_s = 0.0
+        self._decode_s = _average(self._decode_s, seconds)
+
+    def note(self, n_tokens: int, seconds: float) -> None:
+        """A pass took ``n_tokens`` in ``seconds``. Small ones tell more about the overhead than about the speed."""
+        self._since_s += seconds
+        if n_tokens >= _LEAST_TOKENS and seconds > 0:
+            self._tokens_per_s = _average(self._tokens_per_s, n_tokens / seconds)
+
+    def _tokens(self, seconds: float) -> int:
+        if self._tokens_per_s is None:
+            return min(_FIRST_TOKENS, self._step_size)
+        # Whole multiples, so that the same shapes come again.
+        n = int(self._tokens_per_s * seconds) // _LEAST_TOKENS * _LEAST_TOKENS
+        return min(max(n, _LEAST_TOKENS), self._step_size)
+
+
+def _average(old: float | None, new: float) -> float:
+    return old + _WEIGHT * (new - old) if old else new
