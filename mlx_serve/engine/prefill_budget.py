@@ -16,10 +16,10 @@ _STEP_S = 0.5
 _LEAST_SHARE = 2.0
 _MOST_SHARE = 16.0
 # With so many streams for each prompt that waits, the least is enough.
-_CROWD = 4
+_CROWD = 8
 # Prompts that came together begin to decode together, if that holds the first of them up for no more than the time of
 # so many steps.
-_MOST_HELD = 48
+_MOST_HELD = 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -328,7 +328,8 @@ def test_without_tools_nothing_is_a_tool_call():
 
 def test_models_are_listed_and_found(server):
     model = {"id": "fake", "object": "model", "created": 1_700_000_000, "owned_by": "mlx-serve", "max_model_len": 4096}
-    model |= {"root": "fake", "loaded": False}
+    server.chat()
+    model |= {"root": "fake", "loaded": True}
     # What Anthropic's clients read of it.
     model |= {"type": "model", "display_name": "fake", "created_at": "2023-11-14T22:13:20Z"}
     model |= {"lifecycle": "active", "max_input_tokens": 4096}
