@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 CLIENTS_VENV ?= .venv-clients
 CLIENTS_BIN := $(CLIENTS_VENV)/bin
 CLIENTS_NODE := tests/clients/node
+AGENTS := tests/agents
 
 # On Linux MLX's CPU backend is an extra; on macOS MLX needs none.
 ifeq ($(shell uname -s),Linux)
@@ -29,7 +30,7 @@ $(PYTHON) -m venv $(1) || { rm -rf $(1); exit 1; }
 @echo "Installing into $(1); this takes a minute or two."
 endef
 
-.PHONY: demo test test-clients lint dist check-dist clean
+.PHONY: demo test test-clients test-agents environments lint dist check-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
@@ -39,6 +40,13 @@ test: $(VENV)/.installed-dev
 
 test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-lock.json
 	$(CLIENTS_BIN)/python -m pytest tests/clients $(ARGS)
+
+# The coding agents, as published on npm, each in a network namespace of its own.
+test-agents: $(VENV)/.installed-dev $(AGENTS)/node_modules/.package-lock.json
+	CODEX=$(AGENTS)/node_modules/.bin/codex CLAUDE=$(AGENTS)/node_modules/.bin/claude $(BIN)/python -m pytest $(AGENTS) $(ARGS)
+
+# What the tests need, to be made side by side with --jobs.
+environments: $(VENV)/.installed-dev $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-lock.json
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -71,9 +79,9 @@ $(CLIENTS_VENV)/.installed: pyproject.toml $(CLIENTS_BIN)/python
 	touch $@
 
 # What npm writes itself when it is done. No package's own script is run.
-$(CLIENTS_NODE)/node_modules/.package-lock.json: $(CLIENTS_NODE)/package.json $(CLIENTS_NODE)/package-lock.json
-	npm ci --prefix $(CLIENTS_NODE) --ignore-scripts --no-audit --no-fund
+%/node_modules/.package-lock.json: %/package.json %/package-lock.json
+	npm ci --prefix $* --ignore-scripts --no-audit --no-fund
 	touch $@
 
 clean:
-	rm -rf dist $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules
+	rm -rf dist $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules $(AGENTS)/node_modules

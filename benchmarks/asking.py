@@ -74,3 +74,8 @@ def _target(server: Server, fields: dict[str, Any]) -> Target:
 
 def _error(server: Server, failure: Failure) -> BenchmarkError:
     return BenchmarkError(f"{server.name}: {failure.kind}: {failure}")
+
+
+def first_token_s(answer: Answer) -> float:
+    """Seconds to the first token. A small model may have nothing to say to many words: then it ends the answer."""
+    return answer.e2e_s if answer.ttft_s is None else answer.ttft_s

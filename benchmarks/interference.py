@@ -24,7 +24,7 @@ from threading import Semaphore
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.asking import ask, ask_all
+from benchmarks.asking import ask, ask_all, first_token_s
 from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
@@ -87,18 +87,15 @@ def measure(server: Server, prompts: Prompts, options: argparse.Namespace) -> Me
 
 
 def _measure(arrivals: Sequence[list[float]], start: float, long: Answer, others: float | None) -> Measure:
-    if long.ttft_s is None:
-        raise BenchmarkError("the long prompt's answer had no text, and so no time to it")
-    end = start + long.ttft_s
+    ttft_s = first_token_s(long)
+    end = start + ttft_s
     pairs = [pair for times in arrivals for pair in pairwise(times)]
     gaps = sorted(b - a for a, b in pairs if b > start and a < end)
     calm = [b - a for a, b in pairs if b <= start]
     if not gaps:
         raise BenchmarkError("no stream was decoding beside the long prompt: give the streams more --max-tokens")
     n_ended = sum(times[-1] < end for times in arrivals)
-    return Measure(
-        percentile(gaps, 99), gaps[-1], median(calm), long.ttft_s, long.prompt_tokens, len(gaps), n_ended, others
-    )
+    return Measure(percentile(gaps, 99), gaps[-1], median(calm), ttft_s, long.prompt_tokens, len(gaps), n_ended, others)
 
 
 def measure_all(model: Path, options: argparse.Namespace) -> list[Round]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import children, machine
-from benchmarks.asking import ask, ask_all
+from benchmarks.asking import ask, ask_all, first_token_s
 from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
@@ -105,9 +105,7 @@ def _second(first: Messages, answer: Answer) -> Messages:
 
 
 def _turns(first: Answer, second: Answer) -> Turns:
-    if first.ttft_s is None or second.ttft_s is None:
-        raise BenchmarkError("a turn had no text, and so no time to it")
-    return Turns(first.ttft_s, second.ttft_s, second.prompt_tokens, second.cached_tokens or 0)
+    return Turns(first_token_s(first), first_token_s(second), second.prompt_tokens, second.cached_tokens or 0)
 
 
 def measure_all(model: Path, options: argparse.Namespace) -> list[Round]:

@@ -76,6 +76,8 @@ def run() -> NoReturn:
     Before Python 3.13 a join returns while its thread is still on its way out. What MLX keeps for a thread is let go
     then, with the GIL, and when that falls into the interpreter's finalization the process aborts.
     """
+    # A shell has what it starts in the background ignore it, and the commands end by it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = main()
     except SystemExit as usage:  # argparse's --help, --version and usage errors

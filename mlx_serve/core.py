@@ -160,6 +160,14 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Inputs:
+    """Texts to be embedded, as token ids; their vectors are cut to ``dimensions`` numbers. None: the model's width."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    dimensions: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The job's prefill begins; ``cached_tokens`` of its prompt need none."""
 
@@ -194,6 +202,18 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Embedded:
+    """The vector of a job's next input: numbers of 4 bytes, little-endian, of length 1 together.
+
+    Bytes and not numbers: a request of 2048 inputs has millions of them. ``is_last``: it was the last input.
+    """
+
+    index: int
+    vector: bytes
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The job ended without a result."""
 
@@ -201,13 +221,14 @@ class Failed:
     error: ApiError
 
 
-Event: TypeAlias = Started | PromptLogprobs | TokenEvent | Failed
+Event: TypeAlias = Started | PromptLogprobs | TokenEvent | Embedded | Failed
 
 
 @dataclass(slots=True, eq=False)
 class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
+    With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
     ``priority``: smaller is earlier, as in vLLM. The only value here that changes: ``arrived_s`` (monotonic) is set
     when the job is queued; ``cancelled`` is set once, by any thread, and read by the engine's.
     """
@@ -218,6 +239,7 @@ class Job:
     index: int
     events: SimpleQueue[Event]
     priority: int = 0
+    inputs: Inputs | None = None
     arrived_s: float = 0.0
     cancelled: bool = False
 

@@ -240,8 +240,8 @@ class Trace:
         self._open = True
         self.metrics.enter(self)
 
-    def admitted(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """The prefill of one of its sequences begins."""
+    def admitted(self, prompt_tokens: int, cached_tokens: int, *, looked_up: bool = True) -> None:
+        """The prefill of one of its sequences begins. ``looked_up``: the prompt was looked for in the prefix cache."""
         metrics, now = self.metrics, self.metrics.clock()
         if self.admitted_at is None:
             self.admitted_at = now
@@ -251,8 +251,9 @@ class Trace:
         metrics.prompt_length.observe(prompt_tokens, self.model)
         metrics.prompt_tokens.add(prompt_tokens, self.model)
         metrics.cached_tokens.add(cached_tokens, self.model)
-        metrics.prefix_queries.add(prompt_tokens, self.model)
-        metrics.prefix_hits.add(cached_tokens, self.model)
+        if looked_up:
+            metrics.prefix_queries.add(prompt_tokens, self.model)
+            metrics.prefix_hits.add(cached_tokens, self.model)
 
     def token(self, index: int) -> None:
         """One of its sequences has a token more."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_serve.api import errors, messages, models, render, schema, stats, status, tokenize
+from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.serving import (
@@ -159,6 +159,7 @@ def root(services: Services, request: RawRequest) -> Response:
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
     ("POST", "/completions"): completions,
+    ("POST", "/embeddings"): embeddings.embeddings,
     ("POST", "/responses"): responses.create,
     ("POST", "/responses/input_tokens"): responses.input_tokens,
     ("GET", "/responses/{id}"): responses.get,

@@ -20,14 +20,17 @@ _ANTHROPIC_TYPES = {
 
 
 class ContextLengthError(ApiError):
-    """A prompt that does not fit. ``prompt_tokens`` is what it has, or the least that it can have."""
+    """A prompt that does not fit. ``prompt_tokens`` is what it has, or the least that it can have.
 
-    def __init__(self, context_tokens: int, prompt_tokens: int, param: str) -> None:
+    ``what``: the client's word for it.
+    """
+
+    def __init__(self, context_tokens: int, prompt_tokens: int, param: str, what: str = "messages") -> None:
         # OpenAI's own sentence: clients look for it, and for the code, some of them (LangChain) in the message.
         super().__init__(
             400,
-            f"This model's maximum context length is {context_tokens} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages. (context_length_exceeded)",
+            f"This model's maximum context length is {context_tokens} tokens. However, your {what} resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the {what}. (context_length_exceeded)",
             param=param,
             code="context_length_exceeded",
         )

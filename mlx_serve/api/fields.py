@@ -17,6 +17,8 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_TEXT_LOGPROBS = 5
 MAX_PROMPTS = 128
+# OpenAI's.
+MAX_INPUTS = 2048
 
 
 def fault(text: str) -> PydanticCustomError:
@@ -116,16 +118,35 @@ def _prompts(value: Any) -> Any:
     """One string, one list of token ids, or a list of either: always as a list of prompts."""
     if isinstance(value, str):
         return [value]
-    if not isinstance(value, list) or not value:
-        refuse("Must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.")
-    prompts = [value] if all(_is_id(item) for item in value) else value
+    prompts = _texts(value)
     if len(prompts) > MAX_PROMPTS:
         refuse(f"At most {MAX_PROMPTS} prompts.")
-    if all(isinstance(prompt, str) for prompt in prompts):
-        return prompts
-    if not all(isinstance(prompt, list) and prompt and all(_is_id(item) for item in prompt) for prompt in prompts):
+    if [] in prompts:
         refuse("Must be strings only, or lists of token ids only.")
     return prompts
+
+
+def _inputs(value: Any) -> Any:
+    """As prompts, but more of them, and none of them empty."""
+    inputs = [value] if isinstance(value, str) else _texts(value)
+    if len(inputs) > MAX_INPUTS:
+        refuse(f"At most {MAX_INPUTS} inputs.")
+    empty = next((i for i, one in enumerate(inputs) if not one), None)
+    if empty is not None:
+        refuse("Must not be empty." if value == "" else f"Input {empty} is empty.")
+    return inputs
+
+
+def _texts(value: Any) -> list[Any]:
+    """One list of token ids, or a list of strings or of such lists: as a list of strings or of token ids."""
+    if not isinstance(value, list) or not value:
+        refuse("Must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.")
+    texts = [value] if all(_is_id(item) for item in value) else value
+    if all(isinstance(text, str) for text in texts):
+        return texts
+    if not all(isinstance(text, list) and all(_is_id(item) for item in text) for text in texts):
+        refuse("Must be strings only, or lists of token ids only.")
+    return texts
 
 
 def _is_id(value: Any) -> bool:
@@ -151,6 +172,7 @@ LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 Content = Annotated[Str | None, BeforeValidator(_content)]
 TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
+Inputs = Annotated[list[Str] | list[list[int]], BeforeValidator(_inputs)]
 TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias
 
-from mlx_serve.core import Event, Failed, Job, PromptLogprobs, TokenEvent
+from mlx_serve.core import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 from mlx_serve.engine.memory import MemoryUse
 
 
@@ -97,4 +97,4 @@ def is_last(event: Event) -> bool:
     """Whether nothing more comes of the event's job."""
     if isinstance(event, TokenEvent):
         return event.finish is not None
-    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs) and event.is_last)
+    return isinstance(event, Failed) or (isinstance(event, PromptLogprobs | Embedded) and event.is_last)

@@ -13,6 +13,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 from mlx_serve.engine.constraints import Constraint, Vocabulary
 from mlx_serve.engine.kv_size import NO_KV, KvSize
+from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
 from mlx_serve.engine.vocabulary import check_ids
@@ -41,6 +42,7 @@ class Loaded:
     trimmable: bool = True
     merges: bool = True
     agree: Callable[[Sampler], Sampler] | None = None
+    pooling: Pooling = LAST_TOKEN
 
 
 @dataclass(slots=True)

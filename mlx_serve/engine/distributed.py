@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from threading import Event as Flag
 from typing import Any, Protocol
 
-from mlx_serve.core import ApiError, Event, Gate, Job, Prompt, Sampling
+from mlx_serve.core import ApiError, Event, Gate, Inputs, Job, Prompt, Sampling
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.memory import MemoryUse
@@ -166,6 +166,7 @@ def job_data(job: Job) -> dict[str, Any]:
         "tokens": job.prompt.tokens,
         "sampling": asdict(job.sampling),
         "index": job.index,
+        "inputs": None if job.inputs is None else asdict(job.inputs),
     }
 
 
@@ -173,7 +174,9 @@ def job_of(data: dict[str, Any]) -> Job:
     """The job on another rank."""
     sampling = _frozen(data["sampling"])
     sampling["gate"] = Gate(**_frozen(sampling["gate"]))
-    return Job(data["model"], Prompt(tuple(data["tokens"])), Sampling(**sampling), data["index"], SimpleQueue())
+    inputs = None if data["inputs"] is None else Inputs(**_frozen(data["inputs"]))
+    prompt = Prompt(tuple(data["tokens"]))
+    return Job(data["model"], prompt, Sampling(**sampling), data["index"], SimpleQueue(), inputs=inputs)
 
 
 def _frozen(fields: dict[str, Any]) -> dict[str, Any]:

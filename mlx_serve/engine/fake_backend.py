@@ -6,14 +6,17 @@ job answers is a function of its prompt: by default the prompt itself, and then 
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_serve.core import GUARD, ApiError, Event, Job, PromptLogprobs, Started, TokenEvent
-from mlx_serve.engine.backend import Backend, Opening
+from mlx_serve.core import GUARD, ApiError, Embedded, Event, Failed, Inputs, Job, PromptLogprobs, Started, TokenEvent
+from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.pooling import too_many_dimensions
 from mlx_serve.engine.vocabulary import check_ids
 
 EOS = 256
@@ -28,6 +31,8 @@ CONTROL = {
 }
 _IDS = {text: token for token, text in CONTROL.items()}
 VOCAB_SIZE = 262
+# Of its vectors.
+WIDTH = 8
 # Past all control tokens that a test may have.
 _FIRST_WORD = 10_000
 
@@ -39,11 +44,18 @@ def echo(job: Job) -> Sequence[int]:
     return [*job.prompt.tokens, EOS]
 
 
-class FakeBackend:
-    """Runs up to ``capacity`` jobs, a token of each at every step. ``on_step`` runs before each step and may raise.
+def vector_of(tokens: Sequence[int], dimensions: int | None = None) -> list[float]:
+    """How often each of the ids modulo WIDTH occurs, and 1, in a vector of length 1."""
+    counts = [1 + sum(token % WIDTH == i for token in tokens) for i in range(dimensions or WIDTH)]
+    length = math.hypot(*counts)
+    return [count / length for count in counts]
 
-    One of ``end_ids`` ends an answer. A KV cache has ``token_bytes`` bytes for each token;
-    ``cached_tokens`` of each prompt are said to be cached.
+
+class FakeBackend:
+    """Runs up to ``capacity`` jobs, a token or a vector of each at every step.
+
+    ``on_step`` runs before each step and may raise. One of ``end_ids`` ends an answer. A KV cache has ``token_bytes``
+    bytes for each token; ``cached_tokens`` of each prompt are said to be cached.
     """
 
     cache_bytes = 0
@@ -69,11 +81,12 @@ class FakeBackend:
         self._answer = answer
         self._on_step = on_step
         self._jobs: dict[Job, Iterator[tuple[int, int]]] = {}
+        self._embedding: dict[Job, Iterator[Event]] = {}
         self._fresh: list[Job] = []
 
     @property
     def n_decoding(self) -> int:
-        """All of them: a prompt takes no time."""
+        """All that generate: a prompt takes no time."""
         return len(self._jobs)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
@@ -83,6 +96,9 @@ class FakeBackend:
     def insert(self, job: Job) -> None:
         """Nothing is ever cached."""
         check_ids(job.prompt.tokens, self._vocab_size, "prompt")
+        if job.inputs is not None:
+            self._embedding[job] = _vectors(job.index, job.inputs)
+            return
         self._jobs[job] = enumerate(self._answer(job), start=1)
         self._fresh.append(job)
 
@@ -90,14 +106,16 @@ class FakeBackend:
         """Forget jobs."""
         for job in jobs:
             self._jobs.pop(job, None)
+            self._embedding.pop(job, None)
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """One token for each job."""
+        """One token, or one vector, for each job."""
         if self._on_step is not None:
-            self._on_step(list(self._jobs))
+            self._on_step([*self._jobs, *self._embedding])
         fresh, self._fresh = [job for job in self._fresh if job in self._jobs], []
         events = [event for job in fresh for event in self._begin(job)]
-        return events + [(job, self._next(job)) for job in list(self._jobs)]
+        events += [(job, self._next(job)) for job in list(self._jobs)]
+        return events + [(job, self._next_vector(job)) for job in list(self._embedding)]
 
     def shrink_cache(self, max_bytes: int) -> None:
         """Nothing is kept."""
@@ -105,6 +123,13 @@ class FakeBackend:
     def close(self) -> None:
         """Nothing is held."""
         self._jobs.clear()
+        self._embedding.clear()
+
+    def _next_vector(self, job: Job) -> Event:
+        event = next(self._embedding[job])
+        if is_last(event):
+            del self._embedding[job]
+        return event
 
     def _begin(self, job: Job) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = [(job, Started(job.index, self._cached_tokens))]
@@ -128,6 +153,15 @@ class FakeBackend:
             del self._jobs[job]
         logprob, top = _logprobs(token, job.sampling.top_logprobs)
         return TokenEvent(job.index, token, finish, logprob, top)  # type: ignore[arg-type]
+
+
+def _vectors(index: int, inputs: Inputs) -> Iterator[Event]:
+    yield Started(index, 0)
+    if inputs.dimensions is not None and inputs.dimensions > WIDTH:
+        yield Failed(index, too_many_dimensions(inputs.dimensions, WIDTH))
+    for number, tokens in enumerate(inputs.tokens, start=1):
+        vector = vector_of(tokens, inputs.dimensions)
+        yield Embedded(index, struct.pack(f"<{len(vector)}f", *vector), is_last=number == len(inputs.tokens))
 
 
 def _logprobs(token: int, k: int | None) -> tuple[float | None, tuple[tuple[int, float], ...]]:

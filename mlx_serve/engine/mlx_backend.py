@@ -7,6 +7,8 @@ All that the project knows of BatchGenerator is in this module; what cannot be b
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,13 +18,19 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import trim_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
+from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
-from mlx_serve.engine.prefill import PrefillBudget
+from mlx_serve.engine.embedding import Embedder, Embedding
+from mlx_serve.engine.prefill import CROWDED_SHARE, SHARE, PrefillBudget
 from mlx_serve.engine.prefix_cache import Ids, as_ids, common
 from mlx_serve.engine.scoring import Scoring
 
 # What another's prefill must give more than what is there already, to be waited for.
 _MIN_SHARED = 32
+# So many prompts are prefilled at a time where one of them is long.
+_MOST_BESIDE = 3
+# A prompt that waits for every so many streams that decode is a crowd.
+_CROWD = 3
 # How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
 _TAIL = 16
 
@@ -39,8 +47,8 @@ class BatchOptions:
 class BatchBackend:
     """Jobs join and leave the batch between any two steps.
 
-    Short prompts are prefilled together, and beside at most one long one: the long ones come after each other, so that
-    each gets its first token as soon as it can, and no short one waits behind them.
+    Prompts that one step can end are prefilled together, and some beside one long one: the long ones come after each
+    other, so that each gets its first token as soon as it can, and no short one waits behind them.
     """
 
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
@@ -49,6 +57,8 @@ class BatchBackend:
         self._loaded = loaded
         self._pending: list[_Pending] = []
         self._scoring: list[Scoring] = []
+        self._embedder = Embedder(loaded)
+        self._embedding: deque[Embedding] = deque()
         self._running: dict[int, _Running] = {}
         self._budget = PrefillBudget(options.prefill_step_size)
         self._stops = StopSequences([(token,) for token in sorted(loaded.eos_ids)])
@@ -80,12 +90,17 @@ class BatchBackend:
         return self._loaded.prefix_cache.n_evicted
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """A batch's caches are as long as the longest of them."""
-        longest = max((len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs), default=0)
-        return len(jobs) * self._loaded.kv_size.bytes(longest)
+        """A batch's caches are as long as the longest of them. Of what is embedded there is one cache at a time."""
+        in_batch = [len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs if job.inputs is None]
+        embedded = [len(job.prompt.tokens) for job in jobs if job.inputs is not None]
+        n_bytes = len(in_batch) * self._loaded.kv_size.bytes(max(in_batch, default=0))
+        return n_bytes + (self._loaded.kv_size.bytes(max(embedded)) if embedded else 0)
 
     def insert(self, job: Job) -> None:
         """Check the job; the next step may begin with it. Raises ApiError 400."""
+        if job.inputs is not None:
+            self._embedding.append(self._embedder.start(job))
+            return
         choice = make_choice(job, self._loaded)
         if job.sampling.prompt_logprobs is not None:
             self._scoring.append(Scoring(choice, self._loaded.model))
@@ -96,6 +111,7 @@ class BatchBackend:
         """Take jobs out of the batch. What was computed for them is kept, if others could use it."""
         self._pending = [pending for pending in self._pending if pending.choice.job not in jobs]
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
+        self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         uids = [uid for uid, running in self._running.items() if running.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
         for uid in uids:
@@ -108,16 +124,21 @@ class BatchBackend:
         return self.step_tokens(self.prefill_tokens(gap_s))
 
     def prefill_tokens(self, gap_s: float) -> int:
-        """How many prompt tokens a step may take."""
-        return self._budget.tokens(gap_s)
+        """How many prompt tokens a step may take: more while many wait beside those that decode."""
+        n_waiting = len(self._pending) + len(self._prefilling())
+        crowded = n_waiting * _CROWD >= self.n_decoding
+        return self._budget.tokens(gap_s, CROWDED_SHARE if crowded else SHARE)
 
     def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
         """A step with up to ``n_tokens`` prompt tokens."""
         events: list[tuple[Job, Event]] = self._start_pending(n_tokens)
         n_prefilling = len(self._prefilling())
+        n_shares = (n_prefilling > 0) + bool(self._scoring) + bool(self._embedding)
+        n_tokens = max(1, n_tokens // max(1, n_shares))
         if self._scoring:
-            n_tokens = max(1, n_tokens // 2) if n_prefilling else n_tokens
             events += self._score(n_tokens)
+        if self._embedding:
+            events += self._embed(n_tokens)
         # It takes so many tokens of each prompt.
         self._generator.prefill_step_size = max(1, n_tokens // max(1, n_prefilling))
         with self._generator.stats() as work:
@@ -160,8 +181,7 @@ class BatchBackend:
             donor, n_there = self._best_source(pending)
             if self._to_come(pending, prefilling) >= n_there + _MIN_SHARED:
                 continue
-            is_long = len(pending.ids) - n_there > n_tokens
-            if is_long and any(running.n_left > n_tokens for running in prefilling):
+            if not _goes_along(len(pending.ids) - n_there, [running.n_left for running in prefilling], n_tokens):
                 continue
             self._pending.remove(pending)
             events.append(self._start(pending, donor, n_there))
@@ -258,6 +278,23 @@ class BatchBackend:
             self._insert(_Running(scoring.choice, as_ids(tokens), len(tokens) - 1, []), scoring.cache)
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
+    def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
+        """Some of an input; after its end it is the next job's turn, so that a short list does not wait for long ones.
+
+        But never before: each input on its way has a KV cache.
+        """
+        embedding = self._embedding[0]
+        started_s = time.perf_counter()
+        events = embedding.step(n_tokens)
+        if embedding.n_taken == n_tokens:
+            # What was not cut short here tells more about the overhead than about the speed.
+            self._budget.note(n_tokens, time.perf_counter() - started_s)
+        if any(map(is_last, events)):
+            self._embedding.popleft()
+        elif embedding.is_between:
+            self._embedding.rotate(-1)
+        return [(embedding.job, event) for event in events]
+
     def _event(self, response: Any) -> tuple[Job, Event]:
         choice = self._running[response.uid].choice
         event = choice.event(response.token, response.finish_reason, response.logprobs)
@@ -267,6 +304,18 @@ class BatchBackend:
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
+
+
+def _goes_along(n_left: int, others: Sequence[int], n_tokens: int) -> bool:
+    """Whether a prompt may be prefilled beside others, with so many tokens left of each, in steps of ``n_tokens``.
+
+    mlx-lm pads the prompts of a step to the longest of them, so only those go together that one step can end; and
+    a few short ones beside a long one, which would else hold them up.
+    """
+    longest = max(others, default=0)
+    if longest > n_tokens:
+        return n_left <= n_tokens and len(others) < _MOST_BESIDE
+    return not others or (len(others) + 1) * max(longest, n_left) <= n_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -36,6 +36,7 @@ from mlx_serve.engine.load_errors import LOAD_ERRORS, LoadError, loading, too_la
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
+from mlx_serve.engine.pooling import read_pooling
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sharding import Sharding
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
@@ -247,6 +248,7 @@ class ModelStore:
             trimmable=trimmable,
             merges=merges,
             agree=self._sharding.ranks.agree if self._sharding is not None else None,
+            pooling=read_pooling(entry.path),
         )
 
     @property

@@ -5,6 +5,10 @@ from __future__ import annotations
 # Before the speed is known: little enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
+# What prompts get at least, as a multiple of the time that a step's decoding takes; and while many of them wait: then
+# each step that decodes few of them together is a step that all could have had later.
+SHARE = 2.0
+CROWDED_SHARE = 8.0
 # The newest measurement's weight in the average.
 _WEIGHT = 0.3
 
@@ -17,15 +21,14 @@ class PrefillBudget:
         self._tokens_per_s: float | None = None
         self._decode_s = 0.0
 
-    def tokens(self, gap_s: float) -> int:
-        """How many tokens take about ``gap_s`` seconds, or as long as decoding takes in a step, if that is more.
-
-        Where decoding is slower than the gap, a prompt would otherwise get next to nothing of the machine.
+    def tokens(self, gap_s: float, share: float = SHARE) -> int:
+        """How many tokens take about ``gap_s`` seconds, or ``share`` times as long as decoding takes in a step, if that
+        is more: where decoding is slow, a prompt would otherwise get next to nothing of the machine.
         """
         if self._tokens_per_s is None:
             return min(_FIRST_TOKENS, self._step_size)
         # Whole multiples, so that the same shapes come again.
-        n = int(self._tokens_per_s * max(gap_s, self._decode_s)) // _LEAST_TOKENS * _LEAST_TOKENS
+        n = int(self._tokens_per_s * max(gap_s, share * self._decode_s)) // _LEAST_TOKENS * _LEAST_TOKENS
         return min(max(n, _LEAST_TOKENS), self._step_size)
 
     def note_decoding(self, seconds: float) -> None:

@@ -495,11 +495,14 @@ def _queue_full(max_queue: int, n_jobs: int) -> ApiError:
 
 def _never_fits(job: Job, wanted: int, limit: int) -> ApiError:
     n_prompt, n_output = len(job.prompt.tokens), job.sampling.max_tokens
+    wants = f"{n_prompt} prompt tokens and 'max_tokens' {n_output}"
+    if job.inputs is not None:
+        wants = f"its longest input has {n_prompt} tokens"
     return ApiError(
         400,
-        f"The request needs {wanted} bytes of KV cache ({n_prompt} prompt tokens and 'max_tokens' {n_output}); this "
-        f"server has {limit} (--kv-cache-bytes, --memory-bytes). Ask for fewer tokens.",
-        param="max_tokens",
+        f"The request needs {wanted} bytes of KV cache ({wants}); this server has {limit} (--kv-cache-bytes, "
+        "--memory-bytes). Ask for fewer tokens.",
+        param="max_tokens" if job.inputs is None else "input",
         code="kv_cache_exceeded",
     )
 

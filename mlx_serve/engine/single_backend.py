@@ -17,7 +17,9 @@ from mlx_lm.generate import generate_step, generation_stream, maybe_quantize_kv_
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
+from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
+from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.kv_size import quantized
 from mlx_serve.engine.prefill import PrefillBudget
 from mlx_serve.engine.prefix_cache import as_ids
@@ -43,7 +45,10 @@ class SingleBackend:
         self._loaded = loaded
         self._options = options
         self._budget = PrefillBudget(options.prefill_step_size)
+        self._embedder = Embedder(loaded)
+        # One of the two, or none.
         self._running: _Running | None = None
+        self._embedding: Embedding | None = None
 
     @property
     def n_decoding(self) -> int:
@@ -67,10 +72,13 @@ class SingleBackend:
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """The sum, though but one of them runs at a time."""
-        return sum(self._kv_bytes(len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
+        return sum(self._kv_bytes(job) for job in jobs)
 
     def insert(self, job: Job) -> None:
         """Prepare the job. Raises ApiError 400."""
+        if job.inputs is not None:
+            self._embedding = self._embedder.start(job)
+            return
         choice = make_choice(job, self._loaded)
         scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
         cache, n_cached = self._cache(job) if scoring is None else (scoring.cache, 0)
@@ -78,6 +86,8 @@ class SingleBackend:
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Drop the job, if it is the one that runs."""
+        if self._embedding is not None and self._embedding.job in jobs:
+            self._embedding = None
         running = self._running
         if running is not None and running.choice.job in jobs:
             if running.generation is not None:
@@ -94,6 +104,8 @@ class SingleBackend:
 
     def step_tokens(self, n_tokens: int) -> Sequence[tuple[Job, Event]]:
         """A step with up to ``n_tokens`` prompt tokens."""
+        if self._embedding is not None:
+            return self._embed(self._embedding, n_tokens)
         running = self._running
         assert running is not None
         events: list[tuple[Job, Event]] = []
@@ -125,10 +137,13 @@ class SingleBackend:
     def close(self) -> None:
         """Nothing is held between jobs."""
         self._running = None
+        self._embedding = None
 
-    def _kv_bytes(self, n_tokens: int) -> int:
+    def _kv_bytes(self, job: Job) -> int:
         options, size = self._options, self._loaded.kv_size
-        if options.kv_bits is None:
+        n_tokens = len(job.prompt.tokens) + job.sampling.max_tokens
+        # What is embedded is not quantized: its cache is gone after the input.
+        if options.kv_bits is None or job.inputs is not None:
             return size.bytes(n_tokens)
         small = quantized(size, options.kv_bits, options.kv_group_size)
         return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
@@ -154,6 +169,15 @@ class SingleBackend:
         if event.is_last:
             self.remove([job])
         return [(job, event)]
+
+    def _embed(self, embedding: Embedding, n_tokens: int) -> list[tuple[Job, Event]]:
+        started_s = time.perf_counter()
+        events = embedding.step(n_tokens)
+        if embedding.n_taken == n_tokens:
+            self._budget.note(n_tokens, time.perf_counter() - started_s)
+        if any(map(is_last, events)):
+            self._embedding = None
+        return [(embedding.job, event) for event in events]
 
     def _prefill(self, running: _Running, n_tokens: int) -> None:
         started_s = time.perf_counter()

@@ -174,6 +174,8 @@ class Checked:
 
 
 def _whole_schema(path: str) -> dict:
+    if path.endswith("/embeddings"):
+        return schema.EMBEDDINGS
     if path.endswith("/models"):
         return schema.MODELS
     if "/models/" in path:

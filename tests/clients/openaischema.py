@@ -45,6 +45,24 @@ USAGE = _object(
     {"prompt_tokens_details": _PROMPT_DETAILS, "completion_tokens_details": _COMPLETION_DETAILS},
 )
 
+EMBEDDINGS = _object(
+    {
+        "object": {"const": "list"},
+        "data": _list_of(
+            _object(
+                {
+                    "object": {"const": "embedding"},
+                    "index": COUNT,
+                    "embedding": {"anyOf": [_list_of({"type": "number"}, minItems=1), FILLED]},
+                }
+            ),
+            minItems=1,
+        ),
+        "model": FILLED,
+        "usage": _object({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+    }
+)
+
 _TOKEN = {"token": TEXT, "logprob": LOGPROB, "bytes": _or_null(_list_of({"type": "integer", "maximum": 255}))}
 _LOGPROBS = _object(
     {
@@ -142,7 +160,7 @@ def check(schema: dict, text: str) -> dict:
     Draft202012Validator(schema).validate(value)
     usage = value.get("usage")
     if usage:
-        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage.get("completion_tokens", 0)
     return value
 
 

@@ -21,6 +21,8 @@ from clientserver import (
 )
 from pydantic import BaseModel
 
+from mlx_serve.engine.fake_backend import vector_of
+
 openai = pytest.importorskip("openai", reason=f"openai is {EXTRA}")
 
 pytestmark = pytest.mark.real
@@ -436,6 +438,41 @@ def test_a_retry_finds_a_place():
         assert answer.choices[0].message.content == ANSWER
         assert statuses == [429, 200]
         assert server.requests[-1].headers["x-stainless-retry-count"] == "1"
+
+
+# Embeddings
+
+
+def test_embeddings_as_numbers_and_as_the_package_asks_for_them(client, server):
+    plain = client.embeddings.create(model=MODEL, input=["hi", "you"], encoding_format="float")
+    default = client.embeddings.create(model=MODEL, input=["hi", "you"])
+    # The package itself asks for base64, and makes numbers of it.
+    assert [body["encoding_format"] for body in server.bodies()[-2:]] == ["float", "base64"]
+    for answer in (plain, default):
+        assert [item.index for item in answer.data] == [0, 1]
+        assert [item.embedding for item in answer.data] == [pytest.approx(vector_of(text)) for text in (b"hi", b"you")]
+        assert (answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == (MODEL, 5, 5)
+
+
+def test_embeddings_of_token_ids_and_with_fewer_dimensions(client):
+    answer = client.embeddings.create(model=MODEL, input=[list(b"hi"), list(b"you")], dimensions=3, user="u")
+    found = [item.embedding for item in answer.data]
+    assert found == [pytest.approx(vector_of(text, 3)) for text in (b"hi", b"you")]
+
+
+def test_embeddings_refused(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model=MODEL, input=["hi", "x" * (CONTEXT_TOKENS + 1)])
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input[1]")
+
+
+def test_embeddings_async():
+    async def embed(server):
+        async with async_client_of(server) as client:
+            return await client.embeddings.create(model=MODEL, input="hi")
+
+    with served() as server:
+        assert asyncio.run(embed(server)).data[0].embedding == pytest.approx(vector_of(b"hi"))
 
 
 # Leaving

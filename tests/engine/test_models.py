@@ -13,6 +13,7 @@ from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.models import ModelStore, locate
+from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker
@@ -62,6 +63,13 @@ def test_a_template_that_refuses_says_why(root):
     with pytest.raises(ApiError, match="no tools here") as caught:
         tokenizer.render_chat([{"role": "tool", "content": "x"}], None, {})
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_the_way_of_pooling_is_the_directory_s(root):
+    (root / "two" / "1_Pooling").mkdir()
+    (root / "two" / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    _, store = store_of(root)
+    assert [opened(store, name)._loaded.pooling for name in ("one", "two")] == [LAST_TOKEN, Pooling("mean")]
 
 
 def test_a_template_of_the_command_line_takes_the_tokenizer_s_place(root):

@@ -139,6 +139,13 @@ def answers(port):
     }
 
 
+def vectors(port):
+    """Of a short input, and of one that is longer than a step takes."""
+    status, answer = ask(port, {"input": ["abc", LONG * 4]}, "/v1/embeddings")
+    assert status == 200, answer
+    return [item["embedding"] for item in answer["data"]]
+
+
 def hang_up(port):
     """Ask for a long stream, and go when it has begun."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
@@ -154,10 +161,10 @@ def hang_up(port):
 
 @pytest.fixture(scope="module")
 def alone(models, tmp_path_factory):
-    """The answers of one process."""
+    """The answers of one process, and its vectors, which several round otherwise."""
     with ranks(tmp_path_factory.mktemp("alone"), "--model", models / "first", n=1) as (started, port):
         wait_until_ready(started)
-        return answers(port)
+        return answers(port) | {"vectors": [pytest.approx(vector, abs=1e-4) for vector in vectors(port)]}
 
 
 @pytest.mark.parametrize(("split", "told"), [((), 0), (("--pipeline",), 1)], ids=["tensors", "pipeline"])
@@ -165,7 +172,7 @@ def test_two_ranks_answer_as_one_and_end_together(split, told, models, alone, tm
     # Kept prefixes are given up by rank 0's count of bytes, whatever the other holds.
     with ranks(tmp_path, "--model", models / "first", *split, "--prompt-cache-bytes", 40_000) as (started, port):
         wait_until_ready(started)
-        assert answers(port) == alone
+        assert answers(port) | {"vectors": vectors(port)} == alone
         # Without a seed the ranks draw as one, or they would not end as one either.
         drawn = tokens(port, "abc", 40, n=4, temperature=1.5)
         assert len({tuple(each) for each in drawn}) == 4

@@ -46,10 +46,10 @@ def tiny_llama(seed: int = 0, **config):
     return model
 
 
-def tiny_qwen2(seed: int = 0):
+def tiny_qwen2(seed: int = 0, **config):
     """A model that mlx-lm can split both ways."""
     mx.random.seed(seed)
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG | {"model_type": "qwen2"}))
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(CONFIG | {"model_type": "qwen2"} | config))
     scaled = [(name, value * 4 if "proj" in name else value) for name, value in tree_flatten(model.parameters())]
     model.load_weights(scaled)
     mx.eval(model.parameters())

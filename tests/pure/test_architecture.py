@@ -43,6 +43,7 @@ MAY_IMPORT_MLX = {
     "engine/kv_size.py",
     "engine/prefix_cache.py",
     "engine/scoring.py",
+    "engine/embedding.py",
     "engine/single_backend.py",
     "engine/cache_state.py",
     "engine/disk_cache.py",

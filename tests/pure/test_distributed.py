@@ -7,7 +7,7 @@ from threading import Barrier, Event, Semaphore, Thread
 
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Job, Prompt, Sampling, Started
+from mlx_serve.core import ApiError, Gate, Inputs, Job, Prompt, Sampling, Started
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
@@ -309,6 +309,14 @@ def test_a_job_survives_json():
     received = job_of(json.loads(json.dumps(job_data(sent))))
     assert (received.model, received.prompt, received.sampling, received.index) == ("m", sent.prompt, sampling, 2)
     assert hash(received.sampling) == hash(sampling)
+    assert received.inputs is None
+
+
+def test_inputs_survive_json():
+    inputs = Inputs(((1, 2), (3,)), 5)
+    sent = Job("m", Prompt((1, 2)), Sampling(0), 0, SimpleQueue(), inputs=inputs)
+    received = job_of(json.loads(json.dumps(job_data(sent))))
+    assert (received.prompt, received.inputs) == (sent.prompt, inputs)
 
 
 def test_a_step_that_fails_ends_the_engine_for_nobody_knows_what_the_others_did():

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from mlx_serve.core import ApiError, Failed, Job, Prompt, Sampling, Started, TokenEvent
+from mlx_serve.core import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels
 from mlx_serve.engine.scheduler import Health, Limits, Scheduler
 from mlx_serve.engine.worker import Worker
@@ -414,6 +414,16 @@ def test_a_job_that_can_never_fit_is_refused_at_once():
         scheduler.submit([job("aaaa", max_tokens=27)])
     assert (caught.value.status, caught.value.param) == (400, "max_tokens")
     assert scheduler.health().waiting == 0
+
+
+def test_what_can_never_be_embedded_names_its_input():
+    scheduler, _ = make(kv_limit=30)
+    scheduler.load("m")
+    embedding = job("a" * 31, max_tokens=0)
+    embedding.inputs = Inputs((embedding.prompt.tokens,))
+    with pytest.raises(ApiError, match="longest input has 31 tokens") as caught:
+        scheduler.submit([embedding])
+    assert (caught.value.status, caught.value.param) == (400, "input")
 
 
 def test_a_job_that_can_never_fit_fails_when_its_model_is_loaded():

@@ -1,0 +1,156 @@
+"""POST /v1/embeddings: texts as vectors (https://platform.openai.com/docs/api-reference/embeddings).
+
+One job for the whole request, so that it takes one place in the queue however many inputs it has.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from mlx_serve.api.errors import ContextLengthError
+from mlx_serve.api.fields import Inputs, Model, Str
+from mlx_serve.api.generation import ALIVE_EVERY_S
+from mlx_serve.api.render import dumps
+from mlx_serve.api.schema import parse
+from mlx_serve.api.serving import Services, context_tokens, find_model
+from mlx_serve.core import (
+    ApiError,
+    ClientGone,
+    Embedded,
+    Failed,
+    Job,
+    Prompt,
+    RawRequest,
+    Response,
+    Sampling,
+    Started,
+    internal_error,
+)
+from mlx_serve.core import Inputs as JobInputs
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.metrics import Trace
+from mlx_serve.text.prompt import text_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Encoding: TypeAlias = Literal["float", "base64"]
+
+# Of all inputs of a request together; OpenAI's.
+MAX_TOTAL_TOKENS = 300_000
+
+
+class EmbeddingRequest(Model):
+    """POST /v1/embeddings. ``user`` is ignored, as other fields are that are not known."""
+
+    model: Str | None = None
+    input: Inputs
+    encoding_format: Encoding = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    # vLLM's, as in chat.
+    priority: int = 0
+
+
+def embeddings(services: Services, request: RawRequest) -> Response:
+    """POST /v1/embeddings: a vector of length 1 for each input, in their order."""
+    body = parse(EmbeddingRequest, request.body)
+    entry, tokenizer = find_model(services, body.model)
+    tokens = _tokens(services, entry, tokenizer, body.input)
+    n_tokens = sum(map(len, tokens))
+    request.notes.update(model=entry.name, prompt_tokens=n_tokens)
+    job = Job(
+        entry.name,
+        Prompt(max(tokens, key=len)),
+        Sampling(max_tokens=0),
+        0,
+        SimpleQueue(),
+        body.priority,
+        JobInputs(tokens, body.dimensions),
+    )
+    vectors = list(_vectors(services, request, job))
+    return Response(200, _written(vectors, body.encoding_format, entry.name, n_tokens, request.request_id))
+
+
+def _tokens(
+    services: Services, entry: ModelEntry, tokenizer: Tokenizer, inputs: Sequence[str | list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Each input's token ids. Raises ApiError 400 that says which input is too long or has ids of no token."""
+    most, n_total = context_tokens(services, entry), 0
+    found: list[tuple[int, ...]] = []
+    for i, one in enumerate(inputs):
+        param = f"input[{i}]" if len(inputs) > 1 else "input"
+        # Before it is tokenized, which takes many seconds for millions of characters.
+        least = len(one) // tokenizer.max_token_chars if isinstance(one, str) else len(one)
+        _check_length(most, least, n_total + least, param)
+        tokens = text_prompt(tokenizer, one).tokens if isinstance(one, str) else tuple(one)
+        n_total += len(tokens)
+        _check_length(most, len(tokens), n_total, param)
+        if not tokens:
+            raise ApiError(400, f"Invalid value for '{param}': The tokenizer makes no token of it.", param=param)
+        check_ids(tokens, entry.vocab_size or tokenizer.n_tokens, param)
+        found.append(tokens)
+    return tuple(found)
+
+
+def _check_length(most: int | None, n_tokens: int, n_total: int, param: str) -> None:
+    if most is not None and n_tokens > most:
+        raise ContextLengthError(most, n_tokens, param, param)
+    if n_total > MAX_TOTAL_TOKENS:
+        text = f"Invalid value for 'input': At most {MAX_TOTAL_TOKENS} tokens in all inputs together."
+        raise ApiError(400, text, param="input")
+
+
+def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[bytes]:
+    """One after another, as the engine has them. Raises ApiError, and ClientGone when nobody waits any more."""
+    assert job.inputs is not None
+    route = request.path.removeprefix("/v1")
+    trace = Trace(services.metrics, job.model, route, request.request_id, request.received_at)
+    services.scheduler.submit([job])
+    trace.queued()
+    try:
+        is_over = False
+        while not is_over:
+            event = services.scheduler.poll(job.events, ALIVE_EVERY_S)
+            if not request.alive():
+                trace.close()
+                raise ClientGone
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Started):
+                trace.admitted(sum(map(len, job.inputs.tokens)), event.cached_tokens, looked_up=False)
+            elif isinstance(event, Embedded):
+                yield event.vector
+                is_over = event.is_last
+        trace.ended("stop")
+    finally:
+        # What has not ended by now has failed; after its end both change nothing.
+        trace.close(failed=True)
+        services.scheduler.cancel([job])
+
+
+def _written(vectors: Sequence[bytes], encoding: Encoding, model: str, n_tokens: int, request_id: str) -> bytes:
+    """OpenAI's object. A list may have millions of numbers, so each vector is written by itself."""
+    items = b",".join(_item(i, vector, encoding, request_id) for i, vector in enumerate(vectors))
+    end = {"model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
+    return b'{"object":"list","data":[' + items + b"]," + dumps(end)[1:].encode()
+
+
+def _item(index: int, vector: bytes, encoding: Encoding, request_id: str) -> bytes:
+    numbers = struct.unpack(f"<{len(vector) // 4}f", vector)
+    if not math.isfinite(sum(numbers)):
+        # JSON has no NaN, and no client can do anything with one.
+        log.error("the model's vector of an input has numbers that are none (NaN or infinite)")
+        raise internal_error(request_id)
+    # Nine digits are all that four bytes hold.
+    text = base64.b64encode(vector).decode() if encoding == "base64" else ",".join(f"{n:.9g}" for n in numbers)
+    shown = f'"{text}"' if encoding == "base64" else f"[{text}]"
+    return f'{{"object":"embedding","index":{index},"embedding":{shown}}}'.encode()
