@@ -1,6 +1,7 @@
 # Two commands on a fresh machine: `make demo` serves a real model, `make test` runs every test that needs no more than the
 # project. Both make the virtual environment they need in .venv; `make test-clients`, which tries the published client
-# packages against the server, has its own in .venv-clients, since they bring a hundred others, and needs npm.
+# packages against the server, has its own in .venv-clients, since they bring a hundred others, and needs npm. `make dist`
+# builds the wheel and the sdist in dist/, `make check-dist` installs and tries the wheel.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,14 @@ space := $(empty) $(empty)
 comma := ,
 bracket = $(if $(strip $(1)),[$(subst $(space),$(comma),$(strip $(1)))])
 
-.PHONY: demo test test-clients test-agents lint clean
+# Without Debian's python3-venv one is left behind that has no pip, and would be taken for whole the next time.
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: PYTHON=python3.12")'
+$(PYTHON) -m venv $(1) || { rm -rf $(1); exit 1; }
+@echo "Installing into $(1); this takes a minute or two."
+endef
+
+.PHONY: demo test test-clients test-agents lint dist check-dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
@@ -43,8 +51,15 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+dist: $(VENV)/.installed-dev
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+check-dist: dist
+	$(BIN)/python .ci/check_dist.py dist $(EXTRAS)
+
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(call make_venv,$(VENV))
 
 $(VENV)/.installed: pyproject.toml $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS))'
@@ -55,7 +70,7 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
 	touch $@ $(VENV)/.installed
 
 $(CLIENTS_BIN)/python:
-	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(call make_venv,$(CLIENTS_VENV))
 
 $(CLIENTS_VENV)/.installed: pyproject.toml $(CLIENTS_BIN)/python
 	$(CLIENTS_BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS) dev clients)'
@@ -67,4 +82,4 @@ $(CLIENTS_VENV)/.installed: pyproject.toml $(CLIENTS_BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules $(AGENTS)/node_modules
+	rm -rf dist $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules $(AGENTS)/node_modules
