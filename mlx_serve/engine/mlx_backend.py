@@ -151,7 +151,7 @@ class BatchBackend(LoadedBackend):
 
     def _prefill(self, n_tokens: int) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
-        least = n_tokens // 2
+        least = max(1, n_tokens // 2)
         self._is_first_s_turn = not self._is_first_s_turn
         if self._is_first_s_turn and (ready := self._ready()):
             n_tokens -= self._feed(ready[0], n_tokens, events)

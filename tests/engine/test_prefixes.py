@@ -9,6 +9,7 @@ from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
+from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.prefix_cache import PrefixCache, as_ids, common
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 
@@ -93,6 +94,16 @@ def test_concurrent_prompts_share_one_prefill(model):
     assert seen.cached[jobs[0]] == 0
     # The last few tokens are not worth waiting for.
     assert all(seen.cached[a_job] > len(SYSTEM) - 32 for a_job in jobs[1:])
+
+
+def test_a_step_of_one_token_goes_on_too(model):
+    backend = batch_of(model)
+    two = [job(SYSTEM, 1000), job(SYSTEM[::-1], 1000)]
+    for a_job in two:
+        backend.insert(a_job)
+    for _ in range(len(SYSTEM) * 2):
+        backend.run_step(StepPlan(1))
+    assert backend.n_decoding == 2
 
 
 def test_the_samples_of_a_request_share_one_prefill(model):
