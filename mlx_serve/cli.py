@@ -221,7 +221,7 @@ def serve(
     first = catalog.default
     worker = Worker(scheduler, first.name if first is not None else None, models.close, peers=peers, on_fault=stop.set)
     draining = threading.Event()
-    app = Api(services(settings, catalog, models, scheduler, draining.is_set))
+    app = Api(services(settings, catalog, models, scheduler, draining.is_set, worker.ready.done))
     server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
@@ -255,6 +255,7 @@ def services(
     models: Models,
     scheduler: Scheduler,
     draining: Callable[[], bool] = lambda: False,
+    started: Callable[[], bool] = lambda: True,
 ) -> Services:
     """What the endpoints work with."""
     return Services(
@@ -275,6 +276,7 @@ def services(
         adapter=settings.adapter_path,
         draft_model=settings.draft_model,
         draining=draining,
+        started=started,
         check_grammar=models.check_grammar,
         max_queue=settings.max_queue,
         page=page.files() if settings.ui else {},
