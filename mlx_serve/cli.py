@@ -6,6 +6,7 @@ Start-up faults are one line on stderr and a non-zero exit status. MLX is import
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import platform
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -78,15 +80,22 @@ def run() -> NoReturn:
     """
     # A shell has what it starts in the background ignore it, and the commands end by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdin, sys.stdout):
+        # A file name or a model's answer may hold what the terminal's encoding lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         status = main()
     except SystemExit as usage:  # argparse's --help, --version and usage errors
         status = usage.code if isinstance(usage.code, int) else 1
     except KeyboardInterrupt:  # before ``serve`` has its own handler: while a model is fetched or built
         status = 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output, as ``head``, has enough
+        status = 128 + signal.SIGPIPE
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
     os._exit(status)
 
 
