@@ -38,6 +38,7 @@ from mlx_serve.engine.leader import Leader
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Peers, Worker
+from mlx_serve.flags import did_you_mean
 from mlx_serve.wire.server import Server
 
 if TYPE_CHECKING:
@@ -104,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    if argv and argv[0] and not argv[0].startswith("-"):
+        near = did_you_mean(argv[0], COMMANDS) or f": there are {', '.join(COMMANDS)}; --model names a model"
+        print(f"mlx-serve: no command {argv[0]!r}{near}", file=sys.stderr)
+        return 2
     try:
         settings = config.from_args(argv)
     except StartError as error:

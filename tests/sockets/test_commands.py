@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pytest
 from apikit import DEADLINE_S, serving, until
 
+from mlx_serve import cli
 from mlx_serve.commands import calls, chat, models
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
@@ -282,6 +283,19 @@ def test_who_reads_no_further_ends_it_quietly():
         asked = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, check=False)
     os.close(theirs)
     assert (done.stderr, asked.stderr) == (b"", b"")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("modls", "(did you mean models?)"), ("~/models/Qwen3-4B", "--model names a model")]
+)
+def test_no_such_command(capsys, word, says):
+    assert cli.main([word]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_server_s_address_is_one_flag_in_all_commands(capsys):
+    assert cli.main(["bench", "--url", "http://127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 # chat on a terminal
