@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_serve import config
+from mlx_serve import config, model_options
 from mlx_serve.commands import calls, found
 from mlx_serve.commands.found import Found
 from mlx_serve.commands.sizes import bytes_text, printable, table
@@ -23,11 +23,16 @@ _RIGHT = frozenset({3, 4})
 
 def main(argv: Sequence[str]) -> int:
     """The command; gives the exit status: 1 when the flags are wrong, or the server did not answer."""
-    given, flags = parser().parse_known_args(argv)
+    top = parser()
+    given, flags = top.parse_known_args(argv)
     if given.url is not None:
+        if flags:
+            top.error(f"of no use with --url: {' '.join(flags)}")
         return _of_server(given)
     try:
-        models = found.models(config.from_args(flags))
+        settings = config.from_args(flags)
+        model_options.directories(settings)
+        models = found.models(settings)
     except StartError as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1
