@@ -94,7 +94,7 @@ def run() -> NoReturn:
     except BrokenPipeError:  # whoever read the output, as ``head``, has enough
         status = 128 + signal.SIGPIPE
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed from the start
         with suppress(BrokenPipeError):
             stream.flush()
     os._exit(status)

@@ -285,6 +285,12 @@ def test_who_reads_no_further_ends_it_quietly():
     assert (done.stderr, asked.stderr) == (b"", b"")
 
 
+def test_an_output_that_is_closed_ends_nothing():
+    command = ["sh", "-c", 'exec "$0" -m mlx_serve models --help >&-', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("word", "says"), [("modls", "(did you mean models?)"), ("~/models/Qwen3-4B", "--model names a model")]
 )
