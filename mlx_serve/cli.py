@@ -6,6 +6,7 @@ Start-up faults are one line on stderr and a non-zero exit status. MLX is import
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import platform
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -36,6 +38,7 @@ from mlx_serve.engine.leader import Leader
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Peers, Worker
+from mlx_serve.flags import did_you_mean
 from mlx_serve.wire.server import Server
 
 if TYPE_CHECKING:
@@ -78,15 +81,22 @@ def run() -> NoReturn:
     """
     # A shell has what it starts in the background ignore it, and the commands end by it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdin, sys.stdout):
+        # A file name or a model's answer may hold what the terminal's encoding lacks.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         status = main()
     except SystemExit as usage:  # argparse's --help, --version and usage errors
         status = usage.code if isinstance(usage.code, int) else 1
     except KeyboardInterrupt:  # before ``serve`` has its own handler: while a model is fetched or built
         status = 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output, as ``head``, has enough
+        status = 128 + signal.SIGPIPE
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed from the start
+        with suppress(BrokenPipeError):
+            stream.flush()
     os._exit(status)
 
 
@@ -95,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
+    if argv and argv[0] and not argv[0].startswith("-"):
+        near = did_you_mean(argv[0], COMMANDS) or f": there are {', '.join(COMMANDS)}; --model names a model"
+        print(f"mlx-serve: no command {argv[0]!r}{near}", file=sys.stderr)
+        return 2
     try:
         settings = config.from_args(argv)
     except StartError as error:
@@ -221,7 +235,7 @@ def serve(
     first = catalog.default
     worker = Worker(scheduler, first.name if first is not None else None, models.close, peers=peers, on_fault=stop.set)
     draining = threading.Event()
-    app = Api(services(settings, catalog, models, scheduler, draining.is_set))
+    app = Api(services(settings, catalog, models, scheduler, draining.is_set, worker.ready.done))
     server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
@@ -255,6 +269,7 @@ def services(
     models: Models,
     scheduler: Scheduler,
     draining: Callable[[], bool] = lambda: False,
+    started: Callable[[], bool] = lambda: True,
 ) -> Services:
     """What the endpoints work with."""
     return Services(
@@ -275,6 +290,7 @@ def services(
         adapter=settings.adapter_path,
         draft_model=settings.draft_model,
         draining=draining,
+        started=started,
         check_grammar=models.check_grammar,
         max_queue=settings.max_queue,
         page=page.files() if settings.ui else {},

@@ -33,7 +33,7 @@ def catalog(settings: Config, locate: Locate, progress: Progress | None = None) 
     default = models[0] if models else None
     entries = [*models, *adapted]
     _check_names(entries)
-    roots = _roots(settings)
+    roots = directories(settings)
     make = partial(
         Catalog,
         default,
@@ -117,7 +117,8 @@ def _adapter(text: str | None) -> Path | None:
     return path
 
 
-def _roots(settings: Config) -> list[Path]:
+def directories(settings: Config) -> list[Path]:
+    """Those of --model-dir. Raises StartError when one is not there."""
     roots = [Path(root).expanduser() for root in settings.model_dir]
     for root in roots:
         if not root.is_dir():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from threading import Lock, RLock
@@ -31,13 +32,21 @@ def printed(stream: TextIO) -> Progress:
             finished = step if n_done >= n_total else ""
             # Without its end of line the bar leaves the cursor at its start, for the next one or an error to cover it.
             end = "\n" if finished else "\r"
-            stream.write(f"\x1b[K{step} [{'#' * (30 * n_done // n_total):30}] {100 * n_done // n_total:3}%{end}")
+            stream.write(f"\x1b[K{_bar(step, n_done, n_total)}{end}")
         elif step != begun:
             stream.write(f"{step}\n")
         begun = step
         stream.flush()
 
     return report
+
+
+def _bar(step: str, n_done: int, n_total: int) -> str:
+    # What is wider than the terminal would begin a line at each report.
+    n_columns = shutil.get_terminal_size().columns
+    width = min(30, n_columns - len(step) - 9)
+    bar = f" [{'#' * (width * n_done // n_total):{width}}]" if width > 0 else ""
+    return f"{step[: max(0, n_columns - 6)]}{bar} {100 * n_done // n_total:3}%"
 
 
 def logged(log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> Progress:

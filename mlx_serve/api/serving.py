@@ -65,6 +65,8 @@ class Services:
     adapter: str | None = None
     draft_model: str | None = None
     draining: Callable[[], bool] = lambda: False
+    # Whether the default model has been loaded once, or there is none.
+    started: Callable[[], bool] = lambda: True
     # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
     check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
     # What clients of the Responses dialect may come back to.

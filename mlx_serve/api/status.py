@@ -33,8 +33,8 @@ def _not_ready(services: Services, state: Health) -> str:
         return "draining"
     if state.status != "ok":
         return state.status
-    # Without a default model, models are loaded when they are asked for: waiting for one would be waiting for ever.
-    if not state.models and services.catalog.default is not None:
+    # Not whether a model is in memory now: one that --model-ttl unloaded comes back with the next request alone.
+    if not services.started():
         return "loading"
     is_full = services.max_queue is not None and state.waiting >= services.max_queue
     return "queue_full" if is_full else ""

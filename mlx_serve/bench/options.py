@@ -69,7 +69,11 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_server(group: Any) -> None:
     group.add_argument(
-        "--base-url", default="http://127.0.0.1:8080/v1", metavar="URL", help="of the server (default: %(default)s)"
+        "--base-url",
+        "--url",
+        default="http://127.0.0.1:8080/v1",
+        metavar="URL",
+        help="of the server (default: %(default)s)",
     )
     group.add_argument("--model", help="model to ask for (default: the first that the server lists)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="or $OPENAI_API_KEY")

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
+
+from mlx_serve.commands.sizes import printable
 
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
 # Between two reads. A stream of ours is never silent for longer than about 10 s.
@@ -45,8 +47,9 @@ class Place:
         return plain | {"Authorization": f"Bearer {self.key}"} if self.key else plain
 
     def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
         port = f":{self.port}" if self.port else ""
-        return f"{self.scheme}://{self.host}{port}{self.path}"
+        return f"{self.scheme}://{host}{port}{self.path}"
 
 
 def add_options(parser: argparse.ArgumentParser, *, has_default: bool = True) -> None:
@@ -65,12 +68,13 @@ def place(url: str, key: str | None) -> Place:
         raise CallError("the API key is not printable ASCII")
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port
+        host, port = (parts.hostname or "").encode("idna").decode(), parts.port
+        path = quote(parts.path.rstrip("/"), safe="/%") or "/v1"
     except ValueError as error:
         raise CallError(f"not a URL: {url!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not host:
         raise CallError(f"not a URL of a server: {url!r} (write {DEFAULT_URL})")
-    return Place(parts.scheme, parts.hostname, port, parts.path.rstrip("/") or "/v1", key)
+    return Place(parts.scheme, host, port, path, key)
 
 
 def get(where: Place, path: str) -> dict[str, Any]:
@@ -101,7 +105,7 @@ def _data_lines(where: Place, response: http.client.HTTPResponse) -> Iterator[di
             return
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CallError(f"{where} sent an event that is no JSON") from None
         if isinstance(event, dict) and "error" in event:
             raise CallError(_message(event) or "the server failed")
@@ -143,7 +147,7 @@ def _asked(
 def _object(where: Place, response: http.client.HTTPResponse) -> dict[str, Any]:
     try:
         answer = json.loads(response.read(_MAX_LINE_BYTES))
-    except (ValueError, OSError, http.client.HTTPException):
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
         raise CallError(f"{where} did not answer with JSON") from None
     if not isinstance(answer, dict):
         raise CallError(f"{where} did not answer with a JSON object")
@@ -153,13 +157,23 @@ def _object(where: Place, response: http.client.HTTPResponse) -> dict[str, Any]:
 def _refusal(where: Place, response: http.client.HTTPResponse) -> str:
     try:
         answer = json.loads(response.read(_MAX_ERROR_BYTES))
-    except (ValueError, OSError, http.client.HTTPException):
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
         answer = None
-    text = _message(answer) or response.reason
+    text = _message(answer) or printable(response.reason)
     return f"{where} answered {response.status}: {text}"
 
 
 def _message(answer: Any) -> str:
     error = answer.get("error") if isinstance(answer, dict) else None
-    text = error.get("message") if isinstance(error, dict) else error
-    return text if isinstance(text, str) else ""
+    message = string(error.get("message") if isinstance(error, dict) else error)
+    return " ".join(printable(message).split())
+
+
+def objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of what should be a list of them: any server may answer, and anything."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def string(value: Any) -> str:
+    """What should be a string; "" when it is none."""
+    return value if isinstance(value, str) else ""

@@ -6,7 +6,7 @@ The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from mlx_serve.commands import calls
+from mlx_serve.commands.sizes import printable
 
-# A model's text must not move the cursor, set the title or answer for the terminal.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _INTERRUPTED = 130
 
@@ -64,10 +63,10 @@ def _fields(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def _first_model(where: calls.Place) -> str:
-    models = calls.get(where, "/models").get("data") or []
-    if not models:
-        raise calls.CallError(f"{where} lists no models")
-    return str(models[0]["id"])
+    for model in calls.objects(calls.get(where, "/models").get("data")):
+        if name := calls.string(model.get("id")):
+            return name
+    raise calls.CallError(f"{where} lists no models")
 
 
 def _once(chat: Chat, question: str) -> int:
@@ -85,7 +84,7 @@ def _once(chat: Chat, question: str) -> int:
 def _converse(chat: Chat) -> int:
     with suppress(ImportError):  # line editing, where Python has it
         import readline  # noqa: F401
-    print(f"{chat.model} at {chat.where}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    print(f"{printable(chat.model)} at {chat.where}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -155,18 +154,22 @@ class Chat:
     def _take(self, answer: _Answer, event: dict[str, Any]) -> None:
         usage = event.get("usage")
         if isinstance(usage, dict):
-            answer.n_tokens = usage.get("completion_tokens")
-        for choice in event.get("choices") or []:
-            delta = choice.get("delta") or {}
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-            content = delta.get("content")
-            if (reasoning or content) and answer.first is None:
-                answer.first = time.monotonic()
-            if reasoning:
-                answer.reasoned = True
-                self._note(printable(reasoning))
-            if content:
-                self._say(answer, content)
+            n_tokens = usage.get("completion_tokens")
+            answer.n_tokens = n_tokens if isinstance(n_tokens, int) else None
+        for choice in calls.objects(event.get("choices")):
+            for delta in calls.objects([choice.get("delta")]):
+                self._take_delta(answer, delta)
+
+    def _take_delta(self, answer: _Answer, delta: dict[str, Any]) -> None:
+        reasoning = calls.string(delta.get("reasoning_content")) or calls.string(delta.get("reasoning"))
+        content = calls.string(delta.get("content"))
+        if (reasoning or content) and answer.first is None:
+            answer.first = time.monotonic()
+        if reasoning:
+            answer.reasoned = True
+            self._note(printable(reasoning))
+        if content:
+            self._say(answer, content)
 
     def _say(self, answer: _Answer, content: str) -> None:
         if answer.reasoned and not answer.text:
@@ -176,14 +179,9 @@ class Chat:
         self._out.flush()
 
     def _note(self, text: str) -> None:
-        dim = self._notes.isatty()
+        dim = self._notes.isatty() and not os.environ.get("NO_COLOR")
         self._notes.write(f"{_DIM}{text}{_PLAIN}" if dim else text)
         self._notes.flush()
-
-
-def printable(text: str) -> str:
-    """Without the control characters that a terminal obeys; line ends and tabs stay."""
-    return _CONTROL.sub("", text)
 
 
 def _figures(answer: _Answer, now: float) -> str:

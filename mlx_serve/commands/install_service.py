@@ -26,7 +26,7 @@ from mlx_serve.commands.service_files import Service
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
 
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}")
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}(?<!\.)")
 # Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
 _KEPT = ("MLX_MODEL_PATH", "MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
 # Flags whose value is a path if it is there, and those whose value will be one.

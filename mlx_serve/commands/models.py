@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_serve import config
+from mlx_serve import config, model_options
 from mlx_serve.commands import calls, found
 from mlx_serve.commands.found import Found
-from mlx_serve.commands.sizes import bytes_text, table
+from mlx_serve.commands.sizes import bytes_text, printable, table
 from mlx_serve.core import StartError
 
 _HEAD = ("NAME", "TYPE", "WEIGHTS", "SIZE", "CONTEXT", "FROM")
@@ -23,11 +23,16 @@ _RIGHT = frozenset({3, 4})
 
 def main(argv: Sequence[str]) -> int:
     """The command; gives the exit status: 1 when the flags are wrong, or the server did not answer."""
-    given, flags = parser().parse_known_args(argv)
+    top = parser()
+    given, flags = top.parse_known_args(argv)
     if given.url is not None:
+        if flags:
+            top.error(f"of no use with --url: {' '.join(flags)}")
         return _of_server(given)
     try:
-        models = found.models(config.from_args(flags))
+        settings = config.from_args(flags)
+        model_options.directories(settings)
+        models = found.models(settings)
     except StartError as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1
@@ -90,22 +95,22 @@ def _as_object(model: Found) -> dict[str, Any]:
 def _of_server(given: argparse.Namespace) -> int:
     try:
         where = calls.place(given.url, given.api_key)
-        models = calls.get(where, "/models").get("data")
+        entries = calls.objects(calls.get(where, "/models").get("data"))
         state = calls.health(where)
     except calls.CallError as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1
-    entries = [entry for entry in models or [] if isinstance(entry, dict)]
     if given.json:
         print(json.dumps({"models": entries, "health": state}, indent=2))
         return 0
     rows = [(str(entry.get("id")), _loaded(entry, state)) for entry in entries]
     print(table(("NAME", "STATE"), rows))
-    known = {key: state.get(key, "?") for key in ("status", "running", "waiting")}
+    known = {key: printable(str(state.get(key, "?"))) for key in ("status", "running", "waiting")}
     print(f"\n{where}: {known['status']}, {known['running']} running, {known['waiting']} waiting")
     return 0
 
 
 def _loaded(entry: dict[str, Any], state: dict[str, Any]) -> str:
-    in_memory = state.get("models") or [state.get("model")]
-    return "loaded" if entry.get("loaded") or entry.get("id") in in_memory else "on request"
+    in_memory = state.get("models")
+    is_there = isinstance(in_memory, list) and entry.get("id") in in_memory
+    return "loaded" if entry.get("loaded") or is_there else "on request"

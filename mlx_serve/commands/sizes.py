@@ -1,8 +1,17 @@
-"""Numbers and tables as people read them on a terminal. Knows nothing of models or servers."""
+"""Numbers, tables and others' text as people read them on a terminal. Knows nothing of models or servers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# What others wrote must not move the cursor, set the title or answer for the terminal.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Without the control characters that a terminal obeys; line ends and tabs stay."""
+    return _CONTROL.sub("", text)
 
 
 def bytes_text(n_bytes: int) -> str:
@@ -18,7 +27,7 @@ def bytes_text(n_bytes: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
     """Columns two blanks apart; those whose index is in ``right`` end in line."""
-    lines = [list(head), *(list(row) for row in rows)]
+    lines = [list(head), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(_line(line, widths, right) for line in lines)
 

@@ -27,7 +27,9 @@ async function call(path, options = {}) {
     const used = key();
     const headers = { ...options.headers };
     if (used) headers.Authorization = `Bearer ${used}`;
-    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    // A machine that is gone need not refuse, and figures that stand still would look like those of now.
+    const signal = options.signal || AbortSignal.timeout(MAX_POLL_MS);
+    const response = await fetch(path, { ...options, headers, signal, cache: "no-store", credentials: "omit" });
     if (response.status !== 401) return response;
     // Another call may have brought a new key meanwhile.
     if (key() !== used) continue;
@@ -127,6 +129,8 @@ async function poll() {
   } catch (error) {
     setStatus(error instanceof Locked ? "needs an API key" : "not reachable", "bad");
     heard = [];
+    // What comes back may have been started with others.
+    modelsAreKnown = false;
     // Without a key there is nothing to ask; the button asks for one.
     pause = error instanceof Locked ? 0 : Math.min(pause * 2, MAX_POLL_MS);
   } finally {

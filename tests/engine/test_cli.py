@@ -75,6 +75,14 @@ def test_it_serves_and_says_what_and_where_and_ends_cleanly(model):
         assert "Traceback" not in process.stderr.read()
 
 
+def test_it_stays_ready_when_its_model_was_unloaded(model):
+    with command("--model", model, "--port", 0, "--model-ttl", 0.1) as process:
+        _, port = ready(process)
+        while get(port, "/health")["models"]:
+            pass
+        assert get(port, "/ready") == {"status": "ready"}
+
+
 def test_ctrl_c_ends_it_cleanly(model):
     with command("--model", model, "--port", 0) as process:
         ready(process)

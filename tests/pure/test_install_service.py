@@ -181,6 +181,7 @@ def test_what_is_refused(capsys, monkeypatch, anybody):
     assert "no user" in says("--run-as", "no-such-user", "--", "--demo")
     assert "root" in says("--run-as", "root", "--", "--demo")
     assert "not a label" in says("--label", "../x", "--run-as", anybody, "--", "--demo")
+    assert "not a label" in says("--label", "org.", "--run-as", anybody, "--", "--demo")
     assert "exclude" in says("--user", "--run-as", anybody, "--", "--demo")
     with pytest.raises(SystemExit):
         install_service.main(["--run-as", anybody, "--", "--no-such-flag"])

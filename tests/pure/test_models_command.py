@@ -69,6 +69,17 @@ def test_the_hub_s_cache_is_listed(tmp_path, capsys, monkeypatch):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["b/Model"]
 
 
+def test_a_directory_that_is_not_there_is_told(tmp_path, capsys):
+    assert models.main(["--model-dir", str(tmp_path / "nope")]) == 1
+    assert "model directory not found" in capsys.readouterr().err
+
+
+def test_flags_of_the_server_are_refused_where_another_is_asked(capsys):
+    with pytest.raises(SystemExit):
+        models.main(["--url", "http://127.0.0.1:1", "--jsno"])
+    assert "of no use with --url: --jsno" in capsys.readouterr().err
+
+
 def test_nothing_to_serve_says_what_to_do(capsys):
     assert models.main([]) == 0
     assert "--model-dir" in capsys.readouterr().out

@@ -33,6 +33,17 @@ def test_on_a_terminal_a_step_is_a_bar():
     assert stream.getvalue() == f"waiting\n\x1b[Kunpacking {bar(15)}\r\x1b[Kunpacking {bar(30)}\n"
 
 
+@pytest.mark.parametrize("columns", ["10", "20", "38", "60", "200"])
+@pytest.mark.parametrize("step", ["loading", "loading mlx-community/Qwen3-235B-A22B-Instruct-4bit"])
+def test_a_bar_is_no_wider_than_its_terminal(monkeypatch, columns, step):
+    monkeypatch.setenv("COLUMNS", columns)
+    stream = Terminal()
+    printed(stream)(step, 1, 3)
+    line = stream.getvalue().removeprefix("\x1b[K").removesuffix("\r")
+    assert len(line) < int(columns)
+    assert line.endswith(" 33%")
+
+
 def test_a_model_that_is_loaded_again_has_its_bar_again():
     stream = Terminal()
     report = printed(stream)

@@ -302,3 +302,21 @@ def test_it_says_so_when_the_server_is_gone(browser):
             visit.shows("#status", "ok")
             server.server.close()
             visit.shows("#status", "not reachable")
+
+
+def test_it_says_so_when_the_server_answers_no_more(browser):
+    with page_of(browser, faults=True) as (visit, _):
+        visit.shows("#status", "ok")
+        visit.tab.route("**/stats", lambda route: None)
+        visit.tab.evaluate("AbortSignal.timeout = () => AbortSignal.abort()")
+        visit.shows("#status", "not reachable")
+
+
+def test_a_server_that_comes_back_may_have_other_models(browser):
+    with page_of(browser, faults=True) as (visit, _):
+        visit.shows("#model", "fake")
+        visit.tab.route("**/stats", lambda route: route.abort())
+        visit.shows("#status", "not reachable")
+        visit.tab.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "another"}]}))
+        visit.tab.unroute("**/stats")
+        visit.shows("#model", "another")

@@ -1,5 +1,6 @@
 """The sub-commands that talk to a server, against the whole server."""
 
+import http.server
 import io
 import json
 import os
@@ -7,12 +8,14 @@ import pty
 import select
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 from apikit import DEADLINE_S, serving, until
 
+from mlx_serve import cli
 from mlx_serve.commands import calls, chat, models
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
@@ -95,6 +98,15 @@ def test_reasoning_is_a_note_and_dimmed_on_a_terminal(monkeypatch):
     assert talk.messages[-1] == {"role": "assistant", "content": "Yes."}
 
 
+def test_no_color_is_no_dimming(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    notes = Terminal()
+    with serving() as server:
+        assert chat.Chat(calls.place(url(server), None), "fake", {}, io.StringIO(), notes).ask("hi")
+    assert "tokens" in notes.getvalue()
+    assert "\x1b" not in notes.getvalue()
+
+
 def test_what_a_terminal_would_obey_is_left_out(command):
     with serving(saying("a\x1b]0;title\x07b\x9bc\r\td\n")) as server:
         done = command(chat, "--url", url(server), "hi")
@@ -138,6 +150,9 @@ def test_a_refusal_is_told_and_forgotten():
         (["--url", "http://127.0.0.1:1"], "Is the server running?"),
         (["--url", "ftp://host"], "not a URL"),
         (["--url", "http://127.0.0.1:port"], "not a URL"),
+        (["--url", "http://a..b"], "not a URL"),
+        (["--url", "http://127.0.0.1:1/ü v1"], "Is the server running?"),
+        (["--url", "http://[::1]:1"], "no answer from http://[::1]:1/v1: "),
         (["--api-key", "\x07"], "not printable"),
     ],
 )
@@ -182,6 +197,111 @@ def test_a_url_may_lack_what_is_plain(command):
 def test_no_server_is_one_line(command):
     done = command(models, "--url", "http://127.0.0.1:1")
     assert (done.status, len(done.err.splitlines())) == (1, 1)
+
+
+# A server that answers rubbish
+
+
+@contextmanager
+def answering(get="{}", post="", status=200):
+    """The URL of a server that gives the same to whatever is asked."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            self._answer(get)
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(f"data: {post}\n\ndata: [DONE]\n\n")
+
+        def _answer(self, text):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "5", '{"data": 5}', '{"data": "abc"}', '{"data": [1]}', '{"data": [{}], "models": 7}', "[" * 100_000],
+)
+def test_no_list_of_models_is_no_fault_of_ours(command, text):
+    with answering(get=text) as place:
+        assert command(models, "--url", place).status in (0, 1)
+        done = command(chat, "--url", place, "hi")
+    assert (done.status, len(done.err.splitlines())) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        '{"choices": 1}',
+        '{"choices": [1]}',
+        '{"choices": [{"delta": "x"}]}',
+        '{"choices": [{"delta": {"content": 5}}]}',
+        '{"choices": [{"delta": {"content": "x"}}], "usage": {"completion_tokens": "9"}}',
+    ],
+)
+def test_no_event_of_a_chat_is_no_fault_of_ours(command, event):
+    with answering(post=event) as place:
+        assert command(chat, "--url", place, "--model", "m", "hi").out in ("\n", "x\n")
+
+
+def test_what_a_server_says_cannot_act_on_the_terminal(command):
+    with answering(json.dumps({"error": {"message": "no\x1b[2J\nway"}}), status=400) as place:
+        assert command(models, "--url", place).err.endswith("answered 400: no[2J way\n")
+    with answering(json.dumps({"data": [{"id": "a\x1b[2J"}], "status": "\x1b[2J"})) as place:
+        assert "\x1b" not in command(models, "--url", place).out
+
+
+def test_what_the_terminal_cannot_show_ends_nothing():
+    command = [sys.executable, "-m", "mlx_serve", "chat", "--model", "m", "--url"]
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    with answering(post=json.dumps({"choices": [{"delta": {"content": "a\ud800é"}}]})) as place:
+        done = subprocess.run([*command, place], input=b"\xff", capture_output=True, env=environ, check=True)
+    assert done.stdout == b"a??\n"
+
+
+def test_who_reads_no_further_ends_it_quietly():
+    command = [sys.executable, "-m", "mlx_serve", "--help"]
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(command, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    with answering(post=json.dumps({"choices": [{"delta": {"content": "a"}}]})) as place:
+        command[-1:] = ["chat", "--model", "m", "--url", place, "hi"]
+        asked = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    os.close(theirs)
+    assert (done.stderr, asked.stderr) == (b"", b"")
+
+
+def test_an_output_that_is_closed_ends_nothing():
+    command = ["sh", "-c", 'exec "$0" -m mlx_serve models --help >&-', sys.executable]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "says"), [("modls", "(did you mean models?)"), ("~/models/Qwen3-4B", "--model names a model")]
+)
+def test_no_such_command(capsys, word, says):
+    assert cli.main([word]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_server_s_address_is_one_flag_in_all_commands(capsys):
+    assert cli.main(["bench", "--url", "http://127.0.0.1:1"]) == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
 
 
 # chat on a terminal

@@ -331,13 +331,20 @@ def test_stats_and_metrics_need_the_key_and_ready_does_not():
 # Readiness
 
 
-def test_it_is_ready_without_a_default_model_and_not_before_a_default_one_is_loaded():
-    with serving(catalog=Catalog(None)) as server:
-        assert server.request("GET", "/ready")[::2] == (200, {"status": "ready"})
-    with serving(catalog=Catalog(ENTRY, ["fake"])) as server:
+def test_it_is_not_ready_before_the_default_model_is_loaded():
+    loaded = threading.Event()
+    with serving(started=loaded.is_set) as server:
         assert server.request("GET", "/v1/ready")[::2] == (503, {"status": "loading"})
-        server.chat()
+        loaded.set()
         assert server.request("GET", "/ready")[::2] == (200, {"status": "ready"})
+
+
+def test_it_is_ready_without_a_model_in_memory():
+    # None is the default, or its time to live has passed: a balancer that waited for one would wait for ever.
+    for catalog in (Catalog(None), Catalog(ENTRY, ["fake"])):
+        with serving(catalog=catalog) as server:
+            assert server.scheduler.health().models == ()
+            assert server.request("GET", "/ready")[::2] == (200, {"status": "ready"})
 
 
 def test_it_is_not_ready_while_it_drains_or_after_it_stopped():
