@@ -21,6 +21,7 @@ WEATHER = {
 }
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 CALL = '<tool_call>get_weather {"city": "Paris"}</tool_call>'
+NAMESPACE = {"type": "namespace", "name": "mcp"}
 USER = {"role": "user", "content": "Weather in Paris?"}
 
 
@@ -544,6 +545,7 @@ def test_input_tokens_counts_a_prompt(model):
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"include": ["x", 1]}, "include[1]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),
@@ -554,6 +556,8 @@ def test_input_tokens_counts_a_prompt(model):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"name": "x"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [NAMESPACE | {"tools": [WEATHER] * 1025}]}, "tools[0].tools"),
+        ({"tools": [NAMESPACE | {"tools": [WEATHER] * 600}] * 2}, "tools"),
         (
             {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "bnf"}}]},
             "tools[0].format.syntax",
