@@ -416,6 +416,13 @@ def test_each_prompt_begins_with_the_one_before_and_its_answer(model, talk, aske
         assert model.tokenizer.decode(after[len(before) :]).startswith(answer)
 
 
+def test_an_empty_input_is_a_message_also_when_it_is_kept(model):
+    first = model.whole("Hello.", input="")
+    model.whole("Yes.", input="more", previous_response_id=first["id"])
+    assert model.asked() == model.asked(-2) + "Hello.\n[user]more\n[assistant]"
+    assert [item["content"][0]["text"] for item in model.listed(first["id"])["data"]] == [""]
+
+
 def test_both_ways_of_going_on_give_the_same_prompts(model):
     model.prompts.clear()
     own_history(model, tools=[WEATHER])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -131,11 +131,13 @@ def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
     body = validated(ResponseRequest, raw)
     _check_text(raw)
     before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
-    own: list[dict[str, Any]] = list(as_list(raw.get("input") or []))
+    own: list[dict[str, Any]] = list(as_list([] if raw.get("input") is None else raw["input"]))
+    # A client may name one item as often as a body has room for.
+    kept = cache(store.item)
     items = [_ITEM.validate_python(item) for item in conversation(before)]
     for i, item in enumerate(body.input):
         if isinstance(item, Reference):
-            own[i] = _referred(store, item.id, f"input[{i}].id")
+            own[i] = _referred(kept(item.id), item.id, f"input[{i}].id")
         items.append(_ITEM.validate_python(own[i]) if isinstance(item, Reference) else item)
     return _Asked(raw, body, own, items, before)
 
@@ -152,8 +154,7 @@ def _before(store: ResponseStore, response_id: str) -> Turn:
     return found
 
 
-def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:
-    found = store.item(item_id)
+def _referred(found: dict[str, Any] | None, item_id: str, param: str) -> dict[str, Any]:
     if found is None:
         text = f"Item with id '{item_id[:80]}' not found: only items of a response that was stored can be referred to."
         raise ApiError(400, text, param=param)
