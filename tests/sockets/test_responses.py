@@ -594,6 +594,9 @@ def test_what_json_text_cannot_give_back_is_refused(model):
 def test_a_prompt_that_does_not_fit_says_so(model):
     error = model.refused(input="x" * 5000)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert model.refused(tools=[WEATHER | {"description": "x" * 200_000}])["code"] == "context_length_exceeded"
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 200_000}]}
+    assert model.refused(input=[USER, thought, USER])["code"] == "context_length_exceeded"
 
 
 def test_the_oldest_turns_are_left_out_when_the_client_says_so(model):

@@ -22,7 +22,7 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_length,
+    check_chat_length,
     compiled_grammar,
     constrain,
     context_tokens,
@@ -184,11 +184,12 @@ def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: 
 def _render(
     services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked, messages: Sequence[dict[str, Any]]
 ) -> Prompt:
-    check_length(services, entry, tokenizer, history.n_chars(messages), "input")
+    tools = [offer.definition() for offer in asked.body.offers()]
+    check_chat_length(services, entry, tokenizer, messages, tools, "input")
     return chat_prompt(
         tokenizer,
         messages,
-        tools=[offer.definition() for offer in asked.body.offers()],
+        tools=tools,
         options=template_options(services, entry, asked.body.template_options),
     )
 
