@@ -483,6 +483,12 @@ def test_input_items_come_in_pages(model):
     assert model.listed(third["id"], "")["data"] == every["data"][::-1]
 
 
+def test_pages_come_to_an_end_also_where_a_client_gave_several_items_one_id(model):
+    response = model.whole("Hello.", input=[USER | {"id": "msg_same"}] * 5)
+    assert model.listed(response["id"], "?limit=2")["has_more"] is True
+    assert model.listed(response["id"], "?limit=2&after=msg_same")["has_more"] is False
+
+
 @pytest.mark.parametrize(("query", "param"), [("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")])
 def test_a_bad_page_is_refused(model, query, param):
     response = model.whole("Hello.")

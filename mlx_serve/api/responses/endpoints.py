@@ -107,7 +107,8 @@ def input_items(services: Services, request: RawRequest) -> Response:
         places = [i for i, item in enumerate(items) if item["id"] == query["after"]]
         if not places:
             raise ApiError(400, "Invalid value for 'after': there is no such item.", param="after")
-        items = items[places[0] + 1 :]
+        # The last of them: a client may give several items one id, and would come back to the first for ever.
+        items = items[places[-1] + 1 :]
     limit = _limit(query.get("limit"))
     page = items[:limit]
     ids = [item["id"] for item in page] or [""]
