@@ -597,6 +597,22 @@ def test_what_json_text_cannot_give_back_is_refused(model):
             assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        '{"stream": true, "input": [{"role": "user", "content": "x"}, %s]}',
+        '{"stream": true, "input": "x", "tools": [%s]}',
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused_before_there_is_an_answer(model, asked):
+    """At one depth or another it could be read and not written, as an event or to be kept."""
+    for depth in range(850, 1000):
+        nested = '{"type": "other", "x": ' + "[" * depth + "]" * depth + "}"
+        model.answers[:] = ["Hello."]
+        status, _, answer = model.server.request("POST", "/v1/responses", asked % nested)
+        assert status == 400 or "event: response.completed" in answer
+
+
 def test_a_prompt_that_does_not_fit_says_so(model):
     error = model.refused(input="x" * 5000)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")

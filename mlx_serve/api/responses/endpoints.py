@@ -39,6 +39,7 @@ from mlx_serve.text.tokenizer import Tokenizer
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _MAX_PAGE, _PAGE = 100, 20
+_DEEPER = 100
 # As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
 MAX_CONVERSATION_BYTES = 32 * 2**20
 
@@ -163,9 +164,16 @@ def _referred(found: dict[str, Any] | None, item_id: str, param: str) -> dict[st
 
 
 def _check_text(raw: Mapping[str, Any]) -> None:
-    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double."""
+    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double.
+
+    Events and kept items hold it some levels deeper, and are written from deeper calls: what is nested almost too
+    deeply would fail when the answer is there already.
+    """
+    nested: Any = raw
+    for _ in range(_DEEPER):
+        nested = [nested]
     try:
-        dumps(raw).encode()
+        dumps(nested).encode()
     except ValueError:
         text = "The request holds half of a surrogate pair, or a number that is too large."
         raise ApiError(400, text) from None
