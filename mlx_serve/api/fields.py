@@ -19,6 +19,7 @@ MAX_TEXT_LOGPROBS = 5
 MAX_PROMPTS = 128
 # OpenAI's.
 MAX_INPUTS = 2048
+MAX_PAIRS = 16
 
 
 def fault(text: str) -> PydanticCustomError:
@@ -41,6 +42,13 @@ def _text(value: str) -> str:
     # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
     if any("\ud800" <= char <= "\udfff" for char in value):
         refuse("Holds half of a surrogate pair, which is not a character.")
+    return value
+
+
+def _few_pairs(value: Any) -> Any:
+    # Before each of them is looked at: a body of a million faulty pairs would be a million errors to write down.
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        refuse(f"At most {MAX_PAIRS} pairs.")
     return value
 
 
@@ -163,6 +171,7 @@ def _text_logprobs(value: Any) -> Any:
 Str = Annotated[str, AfterValidator(_text)]
 # Any JSON object, with no half of a surrogate pair anywhere in it.
 Object = Annotated[dict[str, Any], AfterValidator(_object)]
+Pairs = Annotated[dict[str, Str], BeforeValidator(_few_pairs)]
 Float = Annotated[float, AfterValidator(_finite)]
 RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
 # mlx-lm slices with it, and MLX's slices take 32 bits: a larger one would fail everybody's step.

@@ -18,7 +18,7 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_length,
+    check_chat_length,
     compiled_grammar,
     constrain,
     find_model,
@@ -61,16 +61,11 @@ def count_tokens(services: Services, request: RawRequest) -> Response:
 
 
 def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: CountRequest) -> Prompt:
-    turns = body.chat_messages
-    check_length(services, entry, tokenizer, sum(map(_n_chars, turns)), "messages")
+    turns, tools = body.chat_messages, body.offered_tools
+    check_chat_length(services, entry, tokenizer, turns, tools, "messages")
     prefill = turns.pop()["content"] if body.is_prefilled else ""
     options = template_options(services, entry, body.template_options)
-    return chat_prompt(tokenizer, turns, tools=body.offered_tools, options=options, prefill=prefill)
-
-
-def _n_chars(message: dict[str, Any]) -> int:
-    calls = message.get("tool_calls", ())
-    return len(message["content"]) + sum(len(call["function"]["arguments"]) for call in calls)
+    return chat_prompt(tokenizer, turns, tools=tools, options=options, prefill=prefill)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_serve.api.fields import Model, Object, Str, refuse
+from mlx_serve.text.prompt import reminder
 
 MAX_BLOCKS = 16_384
 # Claude Code's first system block is a line for Anthropic's accounts. It differs from request to request, so that no
@@ -249,4 +250,4 @@ def _texts(message: Message) -> Iterator[str]:
         if isinstance(block, TextBlock | SearchResultBlock):
             # Chat templates know system messages at the very beginning, if at all; this is how Claude Code itself
             # marks what is not the user's, and a message that moved to the front would change every prompt's beginning.
-            yield f"<system-reminder>\n{block.text}\n</system-reminder>" if message.role == "system" else block.text
+            yield reminder(block.text) if message.role == "system" else block.text

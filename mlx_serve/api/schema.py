@@ -22,6 +22,7 @@ from mlx_serve.api.fields import (
     Float,
     LogitBias,
     Model,
+    Pairs,
     Prompts,
     RepetitionPenalty,
     Stops,
@@ -187,12 +188,12 @@ class ChatRequest(Request):
     tool_choice: tool_fields.Choice = tool_fields.AUTO
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
-    modalities: list[str] = Field(default_factory=lambda: ["text"])
+    modalities: Annotated[list[str], FailFast()] = Field(default_factory=lambda: ["text"])
     audio: Any = None
     functions: list[Any] = Field(default_factory=list)
     function_call: Any = None
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
-    role_mapping: dict[str, Str] | None = None
+    role_mapping: Pairs | None = None
 
     @model_validator(mode="after")
     def _served(self) -> ChatRequest:

@@ -5,6 +5,7 @@ Knows the engine, and no dialect: fields and shapes are the callers'.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -215,11 +216,12 @@ def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
 
 def request_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
     """The prompt of a chat request. Raises ApiError 400 when it cannot fit, or the template refuses it."""
-    check_length(services, entry, tokenizer, sum(len(m.content or "") for m in body.messages), "messages")
+    messages, tools = [message.as_dict() for message in body.messages], body.offered_tools
+    check_chat_length(services, entry, tokenizer, messages, tools, "messages")
     return chat_prompt(
         tokenizer,
-        [message.as_dict() for message in body.messages],
-        tools=body.offered_tools,
+        messages,
+        tools=tools,
         options=template_options(services, entry, body.template_options),
         role_mapping=body.role_mapping,
     )
@@ -299,6 +301,26 @@ def check_length(services: Services, entry: ModelEntry, tokenizer: Tokenizer, n_
     least = n_chars // tokenizer.max_token_chars
     if most is not None and least > most:
         raise errors.ContextLengthError(most, least, param)
+
+
+def check_chat_length(
+    services: Services,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    param: str,
+) -> None:
+    """The same for all that a chat template is given."""
+    n_chars = sum(map(_n_chars, messages)) + (len(json.dumps(tools, ensure_ascii=False)) if tools else 0)
+    check_length(services, entry, tokenizer, n_chars, param)
+
+
+def _n_chars(message: Mapping[str, Any]) -> int:
+    """How much text is in a message."""
+    texts = [message["content"] or "", message.get("reasoning_content", "")]
+    texts += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+    return sum(map(len, texts))
 
 
 def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import product
+from itertools import product, takewhile
 from typing import Any
 
 from mlx_serve.core import ApiError, Prompt
@@ -109,7 +109,8 @@ def _guarded(found: Formats, messages: Sequence[Mapping[str, Any]]) -> list[Mess
 def _in_its_words(found: Formats, messages: Sequence[Message]) -> list[Message]:
     """Messages with the fields that the model's own template reads."""
     if found.is_harmony:
-        return harmony.history(messages)
+        # Its template passes over every system message but one in front.
+        return harmony.history(system_in_front(messages))
     template = found.tokenizer.template or "reasoning_content"
     out = _with_call_ids(found, messages)
     if "reasoning_content" in template or "thinking" not in template:
@@ -163,9 +164,9 @@ def _filled(tools: Sequence[Any]) -> list[Any]:
 
 def _renderings(messages: Sequence[Message]) -> Iterator[list[Message]]:
     """The messages, and then in forms that more templates take: a call's arguments as text or wrapped, turns joined."""
-    merged = merge_turns(messages)
+    in_front, merged = system_in_front(messages), merge_turns(messages)
     folded = _with_text_in_results(merged)
-    for form in (list(messages), merged, _without_system(merged), folded, _without_system(folded)):
+    for form in (list(messages), in_front, merged, _without_system(merged), folded, _without_system(folded)):
         for way in ("object", "text", "wrapped"):
             yield [_with_arguments(message, way) for message in form]
 
@@ -193,14 +194,29 @@ def _json_object(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def reminder(text: str) -> str:
+    """What the system says in mid-conversation, as part of a user's turn; the words are Claude Code's."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def system_in_front(messages: Sequence[Message]) -> list[Message]:
+    """One system message, in front. What comes later stays in its place as a user's, or prompts would begin anew."""
+    leading = list(takewhile(lambda message: message["role"] == "system", messages))
+    text = "\n\n".join(filter(None, (message["content"] for message in leading)))
+    out: list[Message] = [{"role": "system", "content": text}] if text else []
+    for message in messages[len(leading) :]:
+        if message["role"] != "system":
+            out.append(message)
+        elif message["content"]:
+            out.append({"role": "user", "content": reminder(message["content"])})
+    return out
+
+
 def merge_turns(messages: Sequence[Message]) -> list[Message]:
-    """All system messages as one in front, and turns of one side that follow each other as one."""
-    system = [message["content"] for message in messages if message["role"] == "system" and message["content"]]
-    out: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    for message in messages:
+    """One system message, in front, and turns of one side that follow each other as one."""
+    out: list[Message] = []
+    for message in system_in_front(messages):
         last = out[-1] if out else None
-        if message["role"] == "system":
-            continue
         if last is not None and _may_join(last, message):
             out[-1] = {**last, "content": "\n\n".join(filter(None, (last["content"], message["content"])))}
         else:

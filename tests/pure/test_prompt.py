@@ -81,6 +81,15 @@ def test_a_template_gets_arguments_in_the_way_that_it_takes():
     assert arguments_of(render([turn], Template(wants_objects))) == [{"arguments": '{"a": '}, {"b": 2}]
 
 
+REMINDER = "<system-reminder>\nc\n</system-reminder>"
+
+
+def strict(messages):
+    """As Qwen3.5's template has it."""
+    late = any(m["role"] == "system" for m in messages[1:])
+    return "System message must be at the beginning." if late else None
+
+
 def alternating(messages):
     """As Gemma's and Mistral's templates have it."""
     roles = [m["role"] for m in messages if m["role"] != "system"]
@@ -91,9 +100,32 @@ def alternating(messages):
 
 def test_turns_are_joined_when_the_template_wants_them_to_alternate():
     messages = [system("a"), user("b"), system("c"), user("d"), assistant("e"), user("f")]
-    assert render(messages, Template(alternating)) == [system("a\n\nc"), user("b\n\nd"), assistant("e"), user("f")]
+    said = user(f"b\n\n{REMINDER}\n\nd")
+    assert render(messages, Template(alternating)) == [system("a"), said, assistant("e"), user("f")]
     # Whoever takes them as they are gets them as they are.
     assert render(messages) == messages
+
+
+@pytest.mark.parametrize("refuse", [lambda _: None, strict, alternating])
+def test_what_the_system_says_later_leaves_the_beginning_as_it_was(refuse):
+    turn = [system("a"), system("b"), user("x"), user("y")]
+    before = render(turn, Template(refuse))
+    after = render([*turn, assistant("e"), system("c"), user("z")], Template(refuse))
+    assert after[: len(before)] == before
+
+
+def test_what_the_system_says_later_is_the_user_s_where_the_template_wants_it_in_front():
+    messages = [system("a"), system(""), system("b"), user("x"), user("y"), system("c"), assistant("z"), system("")]
+    want = [system("a\n\nb"), user("x"), user("y"), user(REMINDER), assistant("z")]
+    assert render(messages, Template(strict)) == want
+
+
+def test_gpt_oss_is_told_all_that_the_system_says():
+    """Its template reads a system message in front, and passes over others without a word."""
+    template = Template()
+    messages = [system("a"), system("b"), user("x"), system("c"), user("y")]
+    chat_prompt(model(render=template, special=HARMONY), messages)
+    assert template.given == [system("a\n\nb"), user("x"), user(REMINDER), user("y")]
 
 
 def test_a_system_message_goes_to_the_user_where_the_template_knows_none():

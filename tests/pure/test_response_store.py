@@ -1,5 +1,7 @@
 """Kept responses: the bounds, and what a conversation holds on to."""
 
+import json
+
 import pytest
 
 from mlx_serve.api.responses.store import ResponseStore, conversation, input_of
@@ -132,6 +134,17 @@ def test_only_ids_that_the_server_gave_are_known():
     keep(store, "a")
     assert store.item("msg_a") == {"id": "msg_a", "text": "answer"}
     assert store.item("q_a") is None
+
+
+def test_an_item_is_found_without_reading_what_its_client_sent(monkeypatch):
+    """Agents name a hundred items at a time, of turns that each had the whole conversation as their input."""
+    store = ResponseStore()
+    keep(store, "a", text="answer")
+    read = []
+    loads = json.loads
+    monkeypatch.setattr("mlx_serve.api.responses.store.json.loads", lambda text: read.append(text) or loads(text))
+    assert store.item("msg_a") == {"id": "msg_a", "text": "answer"}
+    assert read == [b'[{"id": "msg_a", "text": "answer"}]']
 
 
 @pytest.mark.parametrize("name", ["", "a", "msg_a"])

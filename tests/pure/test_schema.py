@@ -5,7 +5,9 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.api.schema import (
     MAX_N,
     ChatRequest,
@@ -19,6 +21,9 @@ from mlx_serve.text.grammar import Rule
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+MANY = [str(i) for i in range(5000)]
 
 
 def named(name):
@@ -217,6 +222,25 @@ def test_a_chat_field_that_is_wrong_is_named(fields, param, code):
 )
 def test_a_completion_field_that_is_wrong_is_named(fields, param):
     assert refusal(completion, **fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "modalities": [1] * 5000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "role_mapping": dict.fromkeys(MANY, 1)}),
+        (ChatRequest, {"messages": [1] * 5000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "a"}], "tools": [1] * 5000}),
+        (ResponseRequest, {"input": [1] * 5000}),
+        (ResponseRequest, {"input": "a", "include": [1] * 5000}),
+        (ResponseRequest, {"input": "a", "metadata": dict.fromkeys(MANY, 1)}),
+        (ResponseRequest, {"input": "a", "tools": [{"type": "namespace", "name": "n", "tools": [1] * 5000}]}),
+    ],
+)
+def test_a_thousand_faults_are_not_written_down_one_by_one(kind, fields):
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(fields)
+    assert refused.value.error_count() == 1
 
 
 def test_null_counts_as_absent():

@@ -388,6 +388,17 @@ def test_a_prompt_that_does_not_fit_says_so(server):
     assert_error(server.complete("x" * 5000), 400, code="context_length_exceeded", param="prompt")
 
 
+def test_what_cannot_fit_is_refused_before_it_is_rendered_wherever_it_stands(server):
+    """A template that leaves it out would have taken it; the fake one does."""
+    long = "x" * 200_000
+    tool = {"type": "function", "function": {"name": "f", "description": long}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": long}}
+    assert_error(server.chat(tools=[tool]), 400, code="context_length_exceeded", param="messages")
+    for turn in ({"tool_calls": [call]}, {"reasoning_content": long}):
+        reply = server.chat(messages=[{"role": "assistant", **turn}, {"role": "user", "content": "hi"}])
+        assert_error(reply, 400, code="context_length_exceeded", param="messages")
+
+
 def test_a_token_id_outside_of_the_vocabulary_is_refused(server):
     assert_error(server.complete([1, 99_999]), 400, param="prompt")
     assert_error(server.complete([1, 99_999], stream=True), 400, param="prompt")

@@ -380,6 +380,16 @@ def test_a_prompt_that_is_too_long_is_told_in_claude_code_s_words(server):
         assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum", message)
 
 
+def test_tools_and_thinking_count_before_they_are_rendered(server):
+    long = "x" * 200_000
+    turns = [
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": long}]},
+        {"role": "user", "content": "a"},
+    ]
+    for fields in ({"tools": [{"name": "f", "description": long, "input_schema": {}}]}, {"messages": turns}):
+        assert refused(server, **fields)[2].startswith("prompt is too long: 1250")
+
+
 def test_what_is_ignored_changes_nothing(server):
     ignored = {
         "metadata": {"user_id": "u"},

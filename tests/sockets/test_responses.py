@@ -21,6 +21,7 @@ WEATHER = {
 }
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
 CALL = '<tool_call>get_weather {"city": "Paris"}</tool_call>'
+NAMESPACE = {"type": "namespace", "name": "mcp"}
 USER = {"role": "user", "content": "Weather in Paris?"}
 
 
@@ -415,6 +416,13 @@ def test_each_prompt_begins_with_the_one_before_and_its_answer(model, talk, aske
         assert model.tokenizer.decode(after[len(before) :]).startswith(answer)
 
 
+def test_an_empty_input_is_a_message_also_when_it_is_kept(model):
+    first = model.whole("Hello.", input="")
+    model.whole("Yes.", input="more", previous_response_id=first["id"])
+    assert model.asked() == model.asked(-2) + "Hello.\n[user]more\n[assistant]"
+    assert [item["content"][0]["text"] for item in model.listed(first["id"])["data"]] == [""]
+
+
 def test_both_ways_of_going_on_give_the_same_prompts(model):
     model.prompts.clear()
     own_history(model, tools=[WEATHER])
@@ -473,6 +481,12 @@ def test_input_items_come_in_pages(model):
     page = model.listed(third["id"], f"?limit=2&order=asc&after={every['data'][0]['id']}")
     assert (page["data"], page["has_more"]) == (every["data"][1:3], True)
     assert model.listed(third["id"], "")["data"] == every["data"][::-1]
+
+
+def test_pages_come_to_an_end_also_where_a_client_gave_several_items_one_id(model):
+    response = model.whole("Hello.", input=[USER | {"id": "msg_same"}] * 5)
+    assert model.listed(response["id"], "?limit=2")["has_more"] is True
+    assert model.listed(response["id"], "?limit=2&after=msg_same")["has_more"] is False
 
 
 @pytest.mark.parametrize(("query", "param"), [("limit=0", "limit"), ("order=up", "order"), ("after=x", "after")])
@@ -544,6 +558,7 @@ def test_input_tokens_counts_a_prompt(model):
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"metadata": {"a": "x" * 513}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"include": ["x", 1]}, "include[1]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"temperature": 3}, "temperature"),
@@ -554,6 +569,8 @@ def test_input_tokens_counts_a_prompt(model):
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"tools": [{"name": "x"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [NAMESPACE | {"tools": [WEATHER] * 1025}]}, "tools[0].tools"),
+        ({"tools": [NAMESPACE | {"tools": [WEATHER] * 600}] * 2}, "tools"),
         (
             {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "bnf"}}]},
             "tools[0].format.syntax",
@@ -580,9 +597,28 @@ def test_what_json_text_cannot_give_back_is_refused(model):
             assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        '{"stream": true, "input": [{"role": "user", "content": "x"}, %s]}',
+        '{"stream": true, "input": "x", "tools": [%s]}',
+    ],
+)
+def test_what_is_nested_too_deeply_is_refused_before_there_is_an_answer(model, asked):
+    """At one depth or another it could be read and not written, as an event or to be kept."""
+    for depth in range(850, 1000):
+        nested = '{"type": "other", "x": ' + "[" * depth + "]" * depth + "}"
+        model.answers[:] = ["Hello."]
+        status, _, answer = model.server.request("POST", "/v1/responses", asked % nested)
+        assert status == 400 or "event: response.completed" in answer
+
+
 def test_a_prompt_that_does_not_fit_says_so(model):
     error = model.refused(input="x" * 5000)
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert model.refused(tools=[WEATHER | {"description": "x" * 200_000}])["code"] == "context_length_exceeded"
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 200_000}]}
+    assert model.refused(input=[USER, thought, USER])["code"] == "context_length_exceeded"
 
 
 def test_the_oldest_turns_are_left_out_when_the_client_says_so(model):

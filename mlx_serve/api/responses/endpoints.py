@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -22,7 +22,7 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_length,
+    check_chat_length,
     compiled_grammar,
     constrain,
     context_tokens,
@@ -39,6 +39,7 @@ from mlx_serve.text.tokenizer import Tokenizer
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _MAX_PAGE, _PAGE = 100, 20
+_DEEPER = 100
 # As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
 MAX_CONVERSATION_BYTES = 32 * 2**20
 
@@ -107,7 +108,8 @@ def input_items(services: Services, request: RawRequest) -> Response:
         places = [i for i, item in enumerate(items) if item["id"] == query["after"]]
         if not places:
             raise ApiError(400, "Invalid value for 'after': there is no such item.", param="after")
-        items = items[places[0] + 1 :]
+        # The last of them: a client may give several items one id, and would come back to the first for ever.
+        items = items[places[-1] + 1 :]
     limit = _limit(query.get("limit"))
     page = items[:limit]
     ids = [item["id"] for item in page] or [""]
@@ -131,11 +133,13 @@ def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
     body = validated(ResponseRequest, raw)
     _check_text(raw)
     before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
-    own: list[dict[str, Any]] = list(as_list(raw.get("input") or []))
+    own: list[dict[str, Any]] = list(as_list([] if raw.get("input") is None else raw["input"]))
+    # A client may name one item as often as a body has room for.
+    kept = cache(store.item)
     items = [_ITEM.validate_python(item) for item in conversation(before)]
     for i, item in enumerate(body.input):
         if isinstance(item, Reference):
-            own[i] = _referred(store, item.id, f"input[{i}].id")
+            own[i] = _referred(kept(item.id), item.id, f"input[{i}].id")
         items.append(_ITEM.validate_python(own[i]) if isinstance(item, Reference) else item)
     return _Asked(raw, body, own, items, before)
 
@@ -152,8 +156,7 @@ def _before(store: ResponseStore, response_id: str) -> Turn:
     return found
 
 
-def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:
-    found = store.item(item_id)
+def _referred(found: dict[str, Any] | None, item_id: str, param: str) -> dict[str, Any]:
     if found is None:
         text = f"Item with id '{item_id[:80]}' not found: only items of a response that was stored can be referred to."
         raise ApiError(400, text, param=param)
@@ -161,9 +164,16 @@ def _referred(store: ResponseStore, item_id: str, param: str) -> dict[str, Any]:
 
 
 def _check_text(raw: Mapping[str, Any]) -> None:
-    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double."""
+    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double.
+
+    Events and kept items hold it some levels deeper, and are written from deeper calls: what is nested almost too
+    deeply would fail when the answer is there already.
+    """
+    nested: Any = raw
+    for _ in range(_DEEPER):
+        nested = [nested]
     try:
-        dumps(raw).encode()
+        dumps(nested).encode()
     except ValueError:
         text = "The request holds half of a surrogate pair, or a number that is too large."
         raise ApiError(400, text) from None
@@ -183,11 +193,12 @@ def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: 
 def _render(
     services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked, messages: Sequence[dict[str, Any]]
 ) -> Prompt:
-    check_length(services, entry, tokenizer, history.n_chars(messages), "input")
+    tools = [offer.definition() for offer in asked.body.offers()]
+    check_chat_length(services, entry, tokenizer, messages, tools, "input")
     return chat_prompt(
         tokenizer,
         messages,
-        tools=[offer.definition() for offer in asked.body.offers()],
+        tools=tools,
         options=template_options(services, entry, asked.body.template_options),
     )
 

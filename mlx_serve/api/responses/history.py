@@ -89,17 +89,6 @@ def _starts(messages: Sequence[dict[str, Any]]) -> list[int]:
     ]
 
 
-def n_chars(messages: Iterable[dict[str, Any]]) -> int:
-    """How much text is in them."""
-    return sum(_message_chars(message) for message in messages)
-
-
-def _message_chars(message: dict[str, Any]) -> int:
-    calls = message.get("tool_calls", ())
-    arguments = sum(len(call["function"]["arguments"]) for call in calls)
-    return len(message["content"]) + len(message.get("reasoning_content", "")) + arguments
-
-
 def _is_assistant(item: Item) -> bool:
     is_message = isinstance(item, Message) and item.role == "assistant"
     return is_message or isinstance(item, Reasoning | Call | CustomCall | ShellCall)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from mlx_serve.api.fields import Model, Str, TemplateOptions, refuse
+from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, refuse
 from mlx_serve.api.responses.items import Items
 from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
 from mlx_serve.api.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, Effort, Request, effort_options
@@ -18,12 +18,10 @@ from mlx_serve.text.grammar import Function, Rule
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 # OpenAI's own limits.
-_MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+_MAX_KEY_CHARS, _MAX_VALUE_CHARS = 64, 512
 
 
 def _metadata(value: dict[str, str]) -> dict[str, str]:
-    if len(value) > _MAX_PAIRS:
-        refuse(f"At most {_MAX_PAIRS} pairs.")
     if any(len(key) > _MAX_KEY_CHARS or len(text) > _MAX_VALUE_CHARS for key, text in value.items()):
         refuse(f"Keys have at most {_MAX_KEY_CHARS} characters, values {_MAX_VALUE_CHARS}.")
     return value
@@ -85,9 +83,9 @@ class ResponseRequest(Request):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    include: list[Str] = Field(default_factory=list)
+    include: Annotated[list[Str], FailFast()] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
-    metadata: Annotated[dict[str, Str], AfterValidator(_metadata)] = Field(default_factory=dict)
+    metadata: Annotated[Pairs, AfterValidator(_metadata)] = Field(default_factory=dict)
     store: bool = True
     background: bool = False
     conversation: Any = None

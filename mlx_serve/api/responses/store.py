@@ -26,9 +26,9 @@ _TURN_BYTES = 1024
 class Turn:
     """What one request and its answer added to a conversation, as JSON: a JSON text is as large as it looks."""
 
-    items: bytes
+    own: bytes
+    output: bytes
     response: bytes
-    n_own: int
     before: Turn | None
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
@@ -38,12 +38,16 @@ class Turn:
     n_users: int = 0
 
     def __post_init__(self) -> None:
-        self.n_conversation_bytes = len(self.items) + (self.before.n_conversation_bytes if self.before else 0)
+        self.n_conversation_bytes = self._n_item_bytes + (self.before.n_conversation_bytes if self.before else 0)
 
     @property
     def n_bytes(self) -> int:
         """As the limit counts it."""
-        return len(self.items) + len(self.response) + _TURN_BYTES
+        return self._n_item_bytes + len(self.response) + _TURN_BYTES
+
+    @property
+    def _n_item_bytes(self) -> int:
+        return len(self.own) + len(self.output)
 
 
 @dataclass(slots=True)
@@ -92,7 +96,7 @@ class ResponseStore:
         with self._lock:
             self._drop_expired()
             turn = self._turn_of_item.get(item_id)
-        found: Iterable[dict[str, Any]] = json.loads(turn.items) if turn is not None else ()
+        found: Iterable[dict[str, Any]] = json.loads(turn.output) if turn is not None else ()
         return next((item for item in found if item.get("id") == item_id), None)
 
     def keep(
@@ -103,8 +107,7 @@ class ResponseStore:
         item_ids: Iterable[str],
     ) -> None:
         """Keep a response: ``own`` is its input, without what ``before`` has."""
-        items = json.dumps([*own, *response["output"]], ensure_ascii=False).encode()
-        turn = Turn(items, json.dumps(response, ensure_ascii=False).encode(), len(own), before, tuple(item_ids))
+        turn = Turn(_text(own), _text(response["output"]), _text(response), before, tuple(item_ids))
         if not self.keeps or turn.n_bytes > self.max_bytes:
             return
         with self._lock:
@@ -162,10 +165,14 @@ def conversation(last: Turn | None) -> list[dict[str, Any]]:
     while last is not None:
         turns.append(last)
         last = last.before
-    return [item for turn in reversed(turns) for item in json.loads(turn.items)]
+    return [item for turn in reversed(turns) for part in (turn.own, turn.output) for item in json.loads(part)]
 
 
 def input_of(turn: Turn) -> list[dict[str, Any]]:
     """What the model was given before it answered: the conversation so far, and the turn's own input."""
-    own: list[dict[str, Any]] = json.loads(turn.items)[: turn.n_own]
+    own: list[dict[str, Any]] = json.loads(turn.own)
     return conversation(turn.before) + own
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()

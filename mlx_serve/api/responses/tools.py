@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
 from mlx_serve.api.fields import Model, Str, fault
+from mlx_serve.api.schema import MAX_TOOLS
 from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function, Rule
 
@@ -58,7 +59,7 @@ class Namespace(Model):
     type: Literal["namespace"]
     name: Name
     description: Str | None = None
-    tools: list[Tool]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()]
 
 
 class Skipped(Model):
@@ -217,6 +218,10 @@ def chosen(choice: ToolChoice, tools: Sequence[Tool]) -> list[Offer]:
     Raises ApiError 400 when the choice asks for what is not there.
     """
     every = offers(tools)
+    if len(every) > MAX_TOOLS:
+        raise ApiError(
+            400, f"Invalid value for 'tools': At most {MAX_TOOLS} tools, those of namespaces counted.", param="tools"
+        )
     known = {name for offer in every for name in (offer.tool.name, offer.alias)}
     unknown = set(choice.names or ()) - known
     if unknown:
