@@ -12,7 +12,6 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from mlx_serve import __version__, config_file
@@ -31,6 +30,7 @@ from mlx_serve.flags import (
     path_list,
     size,
 )
+from mlx_serve.paths import expanded
 
 _MODEL, _MEMORY, _SAMPLING, _BATCH = "model", "memory", "sampling defaults", "batching and caches"
 _HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "logging"
@@ -235,7 +235,7 @@ def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> C
     file: dict[str, Any] = {}
     models: tuple[ModelSpec, ...] = ()
     if said["config"] is not None:
-        file, models = config_file.read(Path(said["config"]).expanduser(), FLAGS)
+        file, models = config_file.read(expanded(said["config"]), FLAGS)
         # As any value: what the command line says takes the place of what the file says.
         models = models if said["model"] is None else ()
         file = _of_first_model(said["config"], file, models)

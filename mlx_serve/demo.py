@@ -31,6 +31,7 @@ from typing import IO
 
 from mlx_serve.core import Progress
 from mlx_serve.gguf import write_model
+from mlx_serve.paths import expanded
 from mlx_serve.progress import printed
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -90,7 +91,7 @@ def _on_gpu() -> bool:
 
 def default_cache_dir(environ: Mapping[str, str], platform: str) -> Path:
     if chosen := environ.get("MLX_SERVE_CACHE"):
-        return Path(chosen).expanduser()
+        return expanded(chosen)
     if os.path.isabs(xdg := environ.get("XDG_CACHE_HOME", "")):  # its specification: a relative path is ignored
         return Path(xdg, "mlx-serve")
     try:

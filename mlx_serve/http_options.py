@@ -11,6 +11,7 @@ from typing import Literal, cast
 from mlx_serve.api import page
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
+from mlx_serve.paths import expanded
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.log import RequestLog
@@ -72,7 +73,7 @@ def api_keys(settings: Config) -> tuple[str, ...]:
     """The keys of --api-key and --api-key-file; a file has one a line, and lines that begin with # are remarks."""
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
-        keys += _keys_in(Path(settings.api_key_file).expanduser())
+        keys += _keys_in(expanded(settings.api_key_file))
     if not all(key.isascii() and key.isprintable() and " " not in key and key for key in keys):
         raise StartError("an API key must be printable ASCII without blanks")
     return tuple(keys)

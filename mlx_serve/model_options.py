@@ -17,6 +17,7 @@ from mlx_serve.config_file import ModelSpec
 from mlx_serve.core import ApiError, Progress, StartError
 from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
 from mlx_serve.flags import did_you_mean
+from mlx_serve.paths import expanded
 
 # From what --model takes to a directory.
 Locate = Callable[[str], Path]
@@ -76,14 +77,14 @@ def _specs(settings: Config, progress: Progress | None) -> list[ModelSpec]:
 
 def _spec(text: str) -> ModelSpec:
     match = _NAMED.fullmatch(text)
-    if match is None or Path(text).expanduser().exists():
+    if match is None or expanded(text).exists():
         return ModelSpec(repo=text)
     return ModelSpec(name=match[1], repo=match[2])
 
 
 def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
     source = _source(spec)
-    is_directory = Path(source).expanduser().exists()
+    is_directory = expanded(source).exists()
     if spec.path is not None and not is_directory:
         # Without this a path that is mistyped might be looked for on the hub.
         raise StartError(f"model not found: there is no directory {source!r}")
@@ -110,7 +111,7 @@ def _adapted(base: ModelEntry, name: str, path: str) -> ModelEntry:
 def _adapter(text: str | None) -> Path | None:
     if text is None:
         return None
-    path = Path(text).expanduser()
+    path = expanded(text)
     for name in _ADAPTER_FILES:
         if not (path / name).is_file():
             raise StartError(f"adapters not found: {path} has no {name}")
@@ -119,7 +120,7 @@ def _adapter(text: str | None) -> Path | None:
 
 def directories(settings: Config) -> list[Path]:
     """Those of --model-dir. Raises StartError when one is not there."""
-    roots = [Path(root).expanduser() for root in settings.model_dir]
+    roots = [expanded(root) for root in settings.model_dir]
     for root in roots:
         if not root.is_dir():
             raise StartError(f"model directory not found: {root}")

@@ -23,6 +23,7 @@ from mlx_serve.commands.findings import Finding
 from mlx_serve.commands.sizes import bytes_text
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, RawRequest, Response, StartError
+from mlx_serve.paths import expanded
 from mlx_serve.wire.options import Application
 
 # As the server asks for: cli raises its soft limit to the connections and these.
@@ -196,7 +197,7 @@ def cache_dir(settings: Config) -> Iterator[Finding]:
     """Whether the directory for prompt caches can be made or written, without making it."""
     if settings.prompt_cache_dir is None:
         return
-    wanted = Path(settings.prompt_cache_dir).expanduser().absolute()
+    wanted = expanded(settings.prompt_cache_dir).absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         advice = "name another --prompt-cache-dir, or let the server's user write there"

@@ -25,6 +25,7 @@ from mlx_serve.commands.sizes import bytes_text
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
 from mlx_serve.engine.catalog import NotAModelError
+from mlx_serve.paths import expanded, is_repository
 
 # Weights beside which nothing fits: the KV cache and the work space need their part.
 _TIGHT = 0.9
@@ -90,7 +91,7 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
 
 def _names(settings: Config) -> Iterator[Finding]:
     """Whether names, aliases and adapters fit together, as the server will see them."""
-    if not all(Path(root).expanduser().is_dir() for root in settings.model_dir):
+    if not all(expanded(root).is_dir() for root in settings.model_dir):
         return  # said below
     try:
         model_options.catalog(settings, _local)
@@ -108,11 +109,10 @@ def _local(name: str) -> Path:
 
 
 def _place(name: str) -> Path | Finding:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
         return path
-    parts = name.split("/")
-    if len(parts) != 2 or not all(parts):
+    if not is_repository(name):
         advice = "give a directory, or a repository as OWNER/NAME"
         return Finding("problem", "model", f"there is no directory {name!r}", advice)
     try:
@@ -182,7 +182,7 @@ def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Ite
 def _places(settings: Config) -> Iterator[Finding]:
     """The model directories and the hub's cache: those that can't be served are told, one line each."""
     for root in settings.model_dir:
-        if not Path(root).expanduser().is_dir():
+        if not expanded(root).is_dir():
             yield Finding(
                 "problem", "models", f"model directory not found: {root}", "correct --model-dir or $MLX_MODEL_PATH"
             )

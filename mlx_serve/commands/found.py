@@ -14,6 +14,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from mlx_serve.commands.modelfiles import ModelFiles, look_into
 from mlx_serve.config import Config
+from mlx_serve.paths import expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +46,20 @@ def named(settings: Config) -> list[tuple[str | None, str]]:
 def _name_and_place(text: str) -> tuple[str | None, str]:
     """NAME=PATH, unless that is a path itself."""
     name, sign, place = text.partition("=")
-    if sign and place and "/" not in name and not Path(text).expanduser().exists():
+    if sign and place and "/" not in name and not expanded(text).exists():
         return name, place
     return None, text
 
 
 def _named(settings: Config) -> Iterator[Found]:
     for name, place in named(settings):
-        path = Path(place).expanduser()
+        path = expanded(place)
         if path.is_dir():
             yield Found(name or path.resolve().name, "--model", look_into(path))
 
 
 def _below_roots(settings: Config) -> Iterator[Found]:
-    for root in (Path(root).expanduser() for root in settings.model_dir):
+    for root in (expanded(root) for root in settings.model_dir):
         for file in sorted([*root.glob("*/config.json"), *root.glob("*/*/config.json")]):
             yield Found(file.parent.relative_to(root).as_posix(), str(root), look_into(file.parent))
 

@@ -25,6 +25,7 @@ from mlx_serve.commands.checks import OTHER_DESCRIPTORS
 from mlx_serve.commands.service_files import Service
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
+from mlx_serve.paths import expanded
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}(?<!\.)")
 # Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
@@ -137,7 +138,7 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
         user=user,
         group=group,
         home=home,
-        log_dir=Path(given.log_dir).expanduser().absolute() if given.log_dir else library,
+        log_dir=expanded(given.log_dir).absolute() if given.log_dir else library,
         system=not given.for_user,
         drain_timeout_s=settings.drain_timeout,
         n_files=settings.max_connections + OTHER_DESCRIPTORS,
@@ -149,9 +150,9 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
 def _writable(settings: Config, environ: Mapping[str, str]) -> tuple[Path, ...]:
     """Where the server will write, besides its user's own cache."""
     named = [settings.prompt_cache_dir, *(environ.get(name) for name in _CACHES)]
-    folders = [Path(text).expanduser().absolute() for text in named if text]
+    folders = [expanded(text).absolute() for text in named if text]
     if settings.uds:
-        folders.append(Path(settings.uds).expanduser().absolute().parent)
+        folders.append(expanded(settings.uds).absolute().parent)
     return tuple(dict.fromkeys(folders))
 
 
@@ -189,11 +190,11 @@ def _absolute(flags: Sequence[str]) -> list[str]:
 
 def _absolute_value(flag: str, value: str) -> str:
     if flag == "--model-dir":
-        return os.pathsep.join(str(Path(part).expanduser().absolute()) for part in value.split(os.pathsep))
+        return os.pathsep.join(str(expanded(part).absolute()) for part in value.split(os.pathsep))
     name, sign, place = value.partition("=")
-    if flag in _NAMED and sign and not Path(value).expanduser().exists():
+    if flag in _NAMED and sign and not expanded(value).exists():
         return f"{name}={_absolute_value('--model', place)}"
-    path = Path(value).expanduser()
+    path = expanded(value)
     # A model that is no directory here is a repository's name.
     if flag in _MADE or (flag in _FOUND and path.exists()):
         return str(path.absolute())
@@ -222,7 +223,7 @@ def _show(files: Sequence[File]) -> None:
 
 def _folder(service: Service, given: argparse.Namespace) -> Path:
     if given.output:
-        return Path(given.output).expanduser().absolute()
+        return expanded(given.output).absolute()
     if service.system:
         return Path.cwd()
     return Path(service.home) / ("Library/LaunchAgents" if given.manager == "launchd" else ".config/systemd/user")

@@ -9,7 +9,6 @@ import gc
 import json
 import logging
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sharding import Sharding
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.weights import files_bytes, held_bytes, read_weights
+from mlx_serve.paths import expanded, is_repository
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,10 @@ def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
     ``bars`` makes the hub's ``tqdm_class`` of what is being done; by default the hub draws its own on a terminal.
     Raises LoadError.
     """
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.exists():
         return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or name.startswith(("./", "../")):
+    if not is_repository(name):
         raise LoadError(f"model not found: there is no directory {name!r}")
     try:
         shown = bars(f"fetching {name}") if bars is not None else None
