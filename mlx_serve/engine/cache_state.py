@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    trim_prompt_cache,
 )
 
 from mlx_serve.engine.cache_file import DamagedFileError
@@ -57,6 +58,15 @@ def can_trim(cache: Sequence[Any]) -> bool:
     return all(_can_trim(layer) for layer in cache)
 
 
+def cut_back(cache: list[Any], n_tokens: int) -> None:
+    """Take the last ``n_tokens`` off a copy of a cache that trims, with their room.
+
+    mlx-lm keeps that room, and the first write to what is shared would copy all of it.
+    """
+    trim_prompt_cache(cache, n_tokens)
+    _give_room_back(cache)
+
+
 def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
     """The layout of a cache, as JSON has it, and its arrays, without the room that mlx-lm keeps for coming tokens.
 
@@ -89,6 +99,14 @@ def _can_trim(layer: Any) -> bool:
         # It says that it can be trimmed, but what lies before its start is gone.
         return bool(layer.start_position == 0)
     return bool(layer.is_trimmable())
+
+
+def _give_room_back(cache: Sequence[Any]) -> None:
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            _give_room_back(layer.caches)
+        elif isinstance(layer, KVCache | QuantizedKVCache) and not layer.empty():
+            layer.keys, layer.values = layer.keys_and_values()
 
 
 def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
+from mlx_serve.engine.cache_state import cut_back
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.loaded_backend import LoadedBackend
@@ -108,6 +109,8 @@ class BatchBackend(LoadedBackend):
                 waiting.remove(sequence)
                 if sequence.cache is not None and self._loaded.trimmable:
                     self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache)
+                # Those that it was compared with know of it until they begin.
+                sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
         for uid in uids:
@@ -151,7 +154,7 @@ class BatchBackend(LoadedBackend):
 
     def _prefill(self, n_tokens: int) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
-        least = n_tokens // 2
+        least = max(1, n_tokens // 2)
         self._is_first_s_turn = not self._is_first_s_turn
         if self._is_first_s_turn and (ready := self._ready()):
             n_tokens -= self._feed(ready[0], n_tokens, events)
@@ -237,7 +240,7 @@ class BatchBackend(LoadedBackend):
             n_held = len(held)
         # The donor's own, while it is prefilled or has not decoded yet. The arrays are shared until one side writes.
         shared = copy.deepcopy(cache)
-        trim_prompt_cache(shared, n_held - n_tokens)
+        cut_back(shared, n_held - n_tokens)
         return shared
 
     def _marks(self, prompt: _Sequence) -> list[int]:
