@@ -79,7 +79,7 @@ class BatchBackend(LoadedBackend):
 
     @property
     def n_decoding(self) -> int:
-        """Jobs whose prompts are done."""
+        """Jobs whose prompts are done, but for those that wait for a step that decodes."""
         return len(self._decoding)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
@@ -268,6 +268,7 @@ class BatchBackend(LoadedBackend):
             self._join(sequence)
         self._prefilled.clear()
         if not self._decoding:
+            self._budget.note_nobody()
             return []
         with self._generator.stats() as work:
             _, responses = self._generator.next()
@@ -295,7 +296,11 @@ class BatchBackend(LoadedBackend):
         """Score some of a prompt; hand it on when it is done."""
         scoring = self._scoring[0]
         job = scoring.choice.job
-        if scoring.step(n_tokens) and scoring.n_left:
+        started_s = time.perf_counter()
+        n_scored = scoring.step(n_tokens)
+        # Its speed is not a prefill's: logits are computed too.
+        self._budget.note(0, time.perf_counter() - started_s)
+        if n_scored and scoring.n_left:
             return []
         self._scoring.pop(0)
         if job.sampling.max_tokens:
@@ -311,9 +316,9 @@ class BatchBackend(LoadedBackend):
         embedding = self._embedding[0]
         started_s = time.perf_counter()
         events = embedding.step(n_tokens)
-        if embedding.n_taken == n_tokens:
-            # What was not cut short here tells more about the overhead than about the speed.
-            self._budget.note(n_tokens, time.perf_counter() - started_s)
+        # What was not cut short here tells more about the overhead than about the speed.
+        n_noted = n_tokens if embedding.n_taken == n_tokens else 0
+        self._budget.note(n_noted, time.perf_counter() - started_s)
         if any(map(is_last, events)):
             self._embedding.popleft()
         elif embedding.is_between:

@@ -65,6 +65,10 @@ class PrefillBudget:
         self._since_s = 0.0
         self._decode_s = _average(self._decode_s, seconds)
 
+    def note_nobody(self) -> None:
+        """No sequence was there to decode: what comes next holds nobody up yet."""
+        self._since_s = 0.0
+
     def note(self, n_tokens: int, seconds: float) -> None:
         """A pass took ``n_tokens`` in ``seconds``. Small ones tell more about the overhead than about the speed."""
         self._since_s += seconds

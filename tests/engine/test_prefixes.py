@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from itertools import count
 from queue import SimpleQueue
 
 import pytest
@@ -301,6 +302,25 @@ def test_a_short_prompt_takes_no_room_for_the_long_one_whose_beginning_it_has(mo
     while len(seen.tokens.get(short, ())) < 6:
         seen.step()
     assert seen.tokens[short] == fresh(batch_of, model, [*SYSTEM, 1, 2, 3])
+
+
+def test_streams_wait_for_scores_no_longer_than_for_prompts(model, monkeypatch):
+    ticks = count()
+    # A pass takes a second, whatever it is: a stream waits for 16 of them at most.
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    stream = job([1, 2, 3], 50)
+    seen.run(job([1, 2], 3))
+    seen.backend.insert(stream)
+    while stream not in seen.tokens:
+        seen.step()
+    seen.backend.insert(job([*SYSTEM, *SYSTEM]))
+    seen.backend.insert(job(SYSTEM, 0, prompt_logprobs=1))
+    n_plans = 0
+    while not (plan := seen.backend.plan_step(GAP_S)).decodes:
+        seen.step(plan)
+        n_plans += 1
+    assert n_plans == 8
 
 
 @pytest.mark.parametrize("make", [batch_of, single_of])
