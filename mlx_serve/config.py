@@ -109,7 +109,7 @@ class Config:
     max_tokens: int = flag(_SAMPLING, 512, "tokens to generate when a chat request does not say", parse=int, low=1)
 
     decode_concurrency: int = flag(_BATCH, 32, "sequences decoded together", parse=int, low=1)
-    prompt_concurrency: int = flag(_BATCH, 8, "prompts prefilled together", parse=int, low=1)
+    prompt_concurrency: int = flag(_BATCH, 8, "prompts in prefill at a time", parse=int, low=1)
     prefill_step_size: int = flag(_BATCH, 2048, "prompt tokens in one step", parse=int, low=1)
     max_queue: int = flag(_BATCH, 128, "sequences that may wait; beyond it requests get 429", parse=int, low=1)
     prompt_cache_size: int = flag(_BATCH, 128, "KV caches kept for reuse; 0: none", parse=int, low=0)

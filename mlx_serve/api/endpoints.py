@@ -109,8 +109,8 @@ def completions(services: Services, request: RawRequest) -> Response:
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     grammar = compiled_grammar(services, entry, body.rule(), ())
     prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
-    scored = body.echo and body.wanted_logprobs is not None
-    if body.max_tokens == 0 and not scored:
+    is_scored = body.wanted_logprobs is not None
+    if body.max_tokens == 0 and not (is_scored and body.echo):
         return _only_echo(services, entry, tokenizer, body, prompts)
     limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     jobs = make_jobs(services, entry, body, prompts, limit, param="prompt")
@@ -118,13 +118,13 @@ def completions(services: Services, request: RawRequest) -> Response:
         constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
     options = OutputOptions(tuple(body.stop), is_chat=False)
-    if scored:
+    if is_scored and body.echo:
         # The prompts come with their log-probabilities, from the engine.
         for job in jobs:
             job.sampling = replace(job.sampling, prompt_logprobs=body.wanted_logprobs)
         options, echoes = replace(options, echoes=tuple(echoes[job.index // body.n_samples] for job in jobs)), []
     reply = Reply(services, request, entry, jobs, options, body.stream, body.n_samples)
-    renderer = render.CompletionRenderer(reply.head("cmpl"), echoes, body.n)
+    renderer = render.CompletionRenderer(reply.head("cmpl"), echoes, body.n, logprobs=is_scored)
     return reply.respond(_Writer(renderer, body, len(jobs)), tokenizer)
 
 

@@ -241,10 +241,16 @@ class ChatRenderer:
 
 
 class CompletionRenderer:
-    """text_completion, which has the same name in streams. ``echoes`` has each prompt's text, when it was asked for."""
+    """text_completion, which has the same name in streams. ``echoes`` has each prompt's text, when it was asked for.
 
-    def __init__(self, head: Head, echoes: Sequence[str] = (), n_per_prompt: int = 1) -> None:
+    ``logprobs``: they were asked for.
+    """
+
+    def __init__(
+        self, head: Head, echoes: Sequence[str] = (), n_per_prompt: int = 1, *, logprobs: bool = False
+    ) -> None:
         self._head = head
+        self._is_scored = logprobs
         self._echoes = tuple(echoes)
         self._n_per_prompt = n_per_prompt
         self._offsets: dict[int, int] = {}
@@ -261,7 +267,7 @@ class CompletionRenderer:
         if isinstance(delta, Text):
             yield from map(self._chunk, split_text(delta))
         elif isinstance(delta, Finish):
-            yield self._object([self._choice(delta.index, "", [], delta.reason)])
+            yield self._object([_completion_choice(delta.index, "", None, delta.reason)])
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """A chunk without choices."""
@@ -273,21 +279,18 @@ class CompletionRenderer:
         for choice in choices:
             text = self._echo(choice.index) + "".join(choice.content)
             reason = choice.finish.reason if choice.finish else None
-            objects.append(self._choice(choice.index, text, choice.logprobs, reason))
+            logprobs = self._logprobs(choice.index, choice.logprobs) if self._is_scored else None
+            objects.append(_completion_choice(choice.index, text, logprobs, reason))
         return self._object(objects) | {"usage": usage_object(usage)}
 
     def _echo(self, index: int) -> str:
         return self._echoes[index // self._n_per_prompt] if self._echoes else ""
 
     def _chunk(self, piece: Text) -> dict[str, Any]:
-        return self._object([self._choice(piece.index, piece.text, piece.logprobs, None)])
+        logprobs = self._logprobs(piece.index, piece.logprobs) if piece.logprobs else None
+        return self._object([_completion_choice(piece.index, piece.text, logprobs, None)])
 
-    def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        return {"text": text, "index": index, "logprobs": self._logprobs(index, logprobs), "finish_reason": reason}
-
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        if not entries:
-            return None
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         offset = self._offsets.get(index, 0)
         offsets = []
         for entry in entries:
@@ -303,6 +306,10 @@ class CompletionRenderer:
 
     def _object(self, choices: list[Any]) -> dict[str, Any]:
         return _object(self._head, "text_completion", choices)
+
+
+def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+    return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
 def split_text(delta: Text) -> Iterator[Text]:

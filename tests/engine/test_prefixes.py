@@ -99,6 +99,16 @@ def test_concurrent_prompts_share_one_prefill(model):
     assert all(seen.cached[a_job] > len(SYSTEM) - 32 for a_job in jobs[1:])
 
 
+def test_a_step_of_one_token_goes_on_too(model):
+    backend = batch_of(model)
+    two = [job(SYSTEM, 1000), job(SYSTEM[::-1], 1000)]
+    for a_job in two:
+        backend.insert(a_job)
+    for _ in range(len(SYSTEM) * 2):
+        backend.run_step(StepPlan(1))
+    assert backend.n_decoding == 2
+
+
 def test_the_samples_of_a_request_share_one_prefill(model):
     seen = Seen(batch_of(model))
     jobs = [job(SYSTEM, temperature=1.0, seed=i) for i in range(4)]

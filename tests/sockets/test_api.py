@@ -276,6 +276,14 @@ def test_logprobs_are_those_of_the_content_alone():
         assert [entry["token"] for entry in content] == ["y", "e", "s"]
 
 
+def test_a_completion_without_tokens_has_empty_lists_of_logprobs():
+    none = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    with serving(answering("")) as server:
+        (choice,) = server.complete(logprobs=0)[2]["choices"]
+        assert (choice["text"], choice["logprobs"]) == ("", none)
+        assert server.complete()[2]["choices"][0]["logprobs"] is None
+
+
 @pytest.mark.parametrize("answer", ["", "<think>hmm</think>", "<tool_call>add {}</tool_call>"])
 def test_an_answer_of_which_no_token_is_seen_has_an_empty_list_of_logprobs(answer):
     with serving(answering(answer)) as server:
