@@ -30,6 +30,8 @@ _KINDS = {
     kind.__name__: kind
     for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
 }
+# Those whose tokens stand in their order, from the first one on, if they can be trimmed.
+_GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 # numpy has no bfloat16: its bits travel as integers.
 _DTYPES = {
     "bool": (mx.bool_, np.bool_),
@@ -59,9 +61,10 @@ def can_trim(cache: Sequence[Any]) -> bool:
 
 
 def cut_back(cache: list[Any], n_tokens: int) -> None:
-    """Take the last ``n_tokens`` off a copy of a cache that trims, with their room.
+    """Take the last ``n_tokens`` off a copy of a cache (if any, it must trim), and what room there is behind the rest.
 
-    mlx-lm keeps that room, and the first write to what is shared would copy all of it.
+    mlx-lm keeps that room, and the first write to what is shared would copy all of it. ConcatenateKVCache even keeps
+    what was in it, and adds the next tokens behind that.
     """
     trim_prompt_cache(cache, n_tokens)
     _give_room_back(cache)
@@ -105,8 +108,8 @@ def _give_room_back(cache: Sequence[Any]) -> None:
     for layer in cache:
         if isinstance(layer, CacheList):
             _give_room_back(layer.caches)
-        elif isinstance(layer, KVCache | QuantizedKVCache) and not layer.empty():
-            layer.keys, layer.values = layer.keys_and_values()
+        elif isinstance(layer, _GROWING) and not layer.empty():
+            layer.keys, layer.values = _bare_state(layer)[:2]
 
 
 def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:

@@ -101,8 +101,7 @@ class PrefixCache:
         self._touch(entry)
         # The arrays are shared until one side writes.
         cache = copy.deepcopy(entry.cache)
-        if len(entry.ids) > n:
-            cut_back(cache, len(entry.ids) - n)
+        cut_back(cache, len(entry.ids) - n)
         return cache, n
 
     def store(self, ids: Ids, cache: list[Any]) -> None:

@@ -5,10 +5,13 @@ from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from mlx_serve.engine.cache_state import cut_back
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.prefill_budget import StepPlan
@@ -333,11 +336,22 @@ def test_streams_wait_for_scores_no_longer_than_for_prompts(model, monkeypatch):
     assert n_plans == 8
 
 
+@pytest.mark.parametrize("kind", [KVCache, ConcatenateKVCache, lambda: ChunkedKVCache(400)])
+def test_what_was_cut_back_goes_on_where_it_was_cut(kind):
+    numbers = mx.arange(300.0)[None, None, :, None]
+    layer = kind()
+    layer.update_and_fetch(numbers, numbers)
+    cut_back([layer], 297)
+    keys, values = layer.update_and_fetch(numbers[..., 7:8, :], numbers[..., 8:9, :])
+    assert keys.flatten().tolist() == [0, 1, 2, 7]
+    assert values.flatten().tolist() == [0, 1, 2, 8]
+    assert layer.offset == 4
+    assert layer.keys.shape[2] <= 3 + 256
+
+
 @pytest.mark.parametrize("make", [batch_of, single_of])
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_prompt_s_own_probabilities(model, make, max_tokens):
-    import mlx.core as mx
-
     prompt = SYSTEM[:40]
     logits = model(mx.array(prompt)[None])[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -458,9 +472,6 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
 
 
 def test_the_size_of_a_kv_cache_is_what_mlx_lm_makes_of_it(model):
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
     for one in (model, tiny_gemma(), tiny_lfm2()):
         size = measure([one])
         cache = make_prompt_cache(one)
