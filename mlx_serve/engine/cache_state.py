@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    trim_prompt_cache,
 )
 
 from mlx_serve.engine.cache_file import DamagedFileError
@@ -29,6 +30,8 @@ _KINDS = {
     kind.__name__: kind
     for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
 }
+# Those whose tokens stand in their order, from the first one on, if they can be trimmed.
+_GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 # numpy has no bfloat16: its bits travel as integers.
 _DTYPES = {
     "bool": (mx.bool_, np.bool_),
@@ -55,6 +58,16 @@ class UnknownStateError(Exception):
 def can_trim(cache: Sequence[Any]) -> bool:
     """Whether the cache can be cut back to any number of its tokens."""
     return all(_can_trim(layer) for layer in cache)
+
+
+def cut_back(cache: list[Any], n_tokens: int) -> None:
+    """Take the last ``n_tokens`` off a copy of a cache (if any, it must trim), and what room there is behind the rest.
+
+    mlx-lm keeps that room, and the first write to what is shared would copy all of it. ConcatenateKVCache even keeps
+    what was in it, and adds the next tokens behind that.
+    """
+    trim_prompt_cache(cache, n_tokens)
+    _give_room_back(cache)
 
 
 def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
@@ -89,6 +102,14 @@ def _can_trim(layer: Any) -> bool:
         # It says that it can be trimmed, but what lies before its start is gone.
         return bool(layer.start_position == 0)
     return bool(layer.is_trimmable())
+
+
+def _give_room_back(cache: Sequence[Any]) -> None:
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            _give_room_back(layer.caches)
+        elif isinstance(layer, _GROWING) and not layer.empty():
+            layer.keys, layer.values = _bare_state(layer)[:2]
 
 
 def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
+from mlx_serve.engine.cache_state import cut_back
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.loaded_backend import LoadedBackend
@@ -78,7 +79,7 @@ class BatchBackend(LoadedBackend):
 
     @property
     def n_decoding(self) -> int:
-        """Jobs whose prompts are done."""
+        """Jobs whose prompts are done, but for those that wait for a step that decodes."""
         return len(self._decoding)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
@@ -108,6 +109,8 @@ class BatchBackend(LoadedBackend):
                 waiting.remove(sequence)
                 if sequence.cache is not None and self._loaded.trimmable:
                     self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache)
+                # Those that it was compared with know of it until they begin.
+                sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
         for uid in uids:
@@ -237,7 +240,7 @@ class BatchBackend(LoadedBackend):
             n_held = len(held)
         # The donor's own, while it is prefilled or has not decoded yet. The arrays are shared until one side writes.
         shared = copy.deepcopy(cache)
-        trim_prompt_cache(shared, n_held - n_tokens)
+        cut_back(shared, n_held - n_tokens)
         return shared
 
     def _marks(self, prompt: _Sequence) -> list[int]:
@@ -265,6 +268,7 @@ class BatchBackend(LoadedBackend):
             self._join(sequence)
         self._prefilled.clear()
         if not self._decoding:
+            self._budget.note_nobody()
             return []
         with self._generator.stats() as work:
             _, responses = self._generator.next()
@@ -292,7 +296,11 @@ class BatchBackend(LoadedBackend):
         """Score some of a prompt; hand it on when it is done."""
         scoring = self._scoring[0]
         job = scoring.choice.job
-        if scoring.step(n_tokens) and scoring.n_left:
+        started_s = time.perf_counter()
+        n_scored = scoring.step(n_tokens)
+        # Its speed is not a prefill's: logits are computed too.
+        self._budget.note(0, time.perf_counter() - started_s)
+        if n_scored and scoring.n_left:
             return []
         self._scoring.pop(0)
         if job.sampling.max_tokens:
@@ -308,9 +316,9 @@ class BatchBackend(LoadedBackend):
         embedding = self._embedding[0]
         started_s = time.perf_counter()
         events = embedding.step(n_tokens)
-        if embedding.n_taken == n_tokens:
-            # What was not cut short here tells more about the overhead than about the speed.
-            self._budget.note(n_tokens, time.perf_counter() - started_s)
+        # What was not cut short here tells more about the overhead than about the speed.
+        n_noted = n_tokens if embedding.n_taken == n_tokens else 0
+        self._budget.note(n_noted, time.perf_counter() - started_s)
         if any(map(is_last, events)):
             self._embedding.popleft()
         elif embedding.is_between:

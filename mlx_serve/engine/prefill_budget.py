@@ -41,7 +41,10 @@ class PrefillBudget:
         self._since_s = 0.0
 
     def plan(self, gap_s: float, n_waiting: int, n_decoding: int) -> StepPlan:
-        """The next step, with ``n_waiting`` prompts; ``gap_s`` is what streams may be held up for one of them."""
+        """The next step, with ``n_waiting`` prompts; ``gap_s`` is what streams may be held up for one of them.
+
+        Only a model's own streams may be held up for longer; without any, it may be another one's that wait.
+        """
         if not n_waiting:
             return StepPlan(self.tokens(gap_s))
         if n_decoding:
@@ -51,7 +54,7 @@ class PrefillBudget:
             due_s = _MOST_HELD * self._decode_s
         left_s = due_s - self._since_s
         step_s = min(max(left_s, gap_s), max(gap_s, _STEP_S))
-        return StepPlan(self._tokens(step_s), left_s <= step_s)
+        return StepPlan(self._tokens(step_s if n_decoding else gap_s), left_s <= step_s)
 
     def tokens(self, gap_s: float) -> int:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
@@ -61,6 +64,10 @@ class PrefillBudget:
         """A step decoded for so long."""
         self._since_s = 0.0
         self._decode_s = _average(self._decode_s, seconds)
+
+    def note_nobody(self) -> None:
+        """No sequence was there to decode: what comes next holds nobody up yet."""
+        self._since_s = 0.0
 
     def note(self, n_tokens: int, seconds: float) -> None:
         """A pass took ``n_tokens`` in ``seconds``. Small ones tell more about the overhead than about the speed."""

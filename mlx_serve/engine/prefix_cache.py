@@ -16,7 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import trim_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_serve.engine.cache_state import can_trim
+from mlx_serve.engine.cache_state import can_trim, cut_back
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -101,8 +101,7 @@ class PrefixCache:
         self._touch(entry)
         # The arrays are shared until one side writes.
         cache = copy.deepcopy(entry.cache)
-        if len(entry.ids) > n:
-            trim_prompt_cache(cache, len(entry.ids) - n)
+        cut_back(cache, len(entry.ids) - n)
         return cache, n
 
     def store(self, ids: Ids, cache: list[Any]) -> None:

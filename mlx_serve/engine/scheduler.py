@@ -221,6 +221,8 @@ class Scheduler:
         elif name is not None:
             with self._changed:
                 slot = self._slots.pop(name)
+                # It may have failed to let go of some, with those of other models still to come.
+                self._cancelled = True
             # Memory may be what was wanting.
             slot.backend.shrink_cache(0)
             self._fail(slot.running, error)
@@ -279,13 +281,11 @@ class Scheduler:
         if wait_s:
             self._fail(self._take(lambda job: now - job.arrived_s > wait_s), _waited_too_long(wait_s))
         if total_s:
-            late = self._take(lambda job: now - job.arrived_s > total_s)
-            late += self._remove(lambda job: now - job.arrived_s > total_s)
-            self._fail(late, _took_too_long(total_s))
+            self._fail(self._take(lambda job: now - job.arrived_s > total_s), _took_too_long(total_s))
+            self._remove(lambda job: now - job.arrived_s > total_s, _took_too_long(total_s))
 
-    def _remove(self, unwanted: Callable[[Job], bool]) -> list[Job]:
-        """Take running jobs out of their batches."""
-        removed = []
+    def _remove(self, unwanted: Callable[[Job], bool], error: ApiError | None = None) -> None:
+        """Take running jobs out of their batches, and tell them why. None: nobody listens any more."""
         for name, slot in self._slots.items():
             gone = [job for job in slot.running if unwanted(job)]
             if gone:
@@ -294,8 +294,9 @@ class Scheduler:
                 self._stepping = None
             for job in gone:
                 del slot.running[job]
-            removed += gone
-        return removed
+            if error is not None:
+                # At once: the next model's backend may raise.
+                self._fail(gone, error)
 
     # Models.
 

@@ -1,12 +1,17 @@
 """What is reused of former and of concurrent prompts, and that nothing that is reused changes a token."""
 
+import weakref
 from dataclasses import replace
+from itertools import count
 from queue import SimpleQueue
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from mlx_serve.engine.cache_state import cut_back
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.prefill_budget import StepPlan
@@ -45,8 +50,9 @@ class Seen:
         self.order = []
         self.scores = {}
 
-    def step(self):
-        events = self.backend.step(GAP_S)
+    def step(self, plan=None):
+        """As planned here, or by what was measured."""
+        events = self.backend.step(GAP_S) if plan is None else self.backend.run_step(plan)
         for a_job, event in events:
             if isinstance(event, Started):
                 self.cached[a_job] = event.cached_tokens
@@ -57,12 +63,12 @@ class Seen:
                 self.scores[a_job] = event.logprobs
         return [a_job for a_job, event in events if getattr(event, "finish", None) or getattr(event, "is_last", False)]
 
-    def run(self, *jobs):
+    def run(self, *jobs, plan=None):
         for a_job in jobs:
             self.backend.insert(a_job)
         left = set(jobs)
         while left:
-            left -= set(self.step())
+            left -= set(self.step(plan))
         return [self.tokens[a_job] for a_job in jobs]
 
 
@@ -210,15 +216,142 @@ def test_the_first_prompt_is_not_held_back_by_short_ones(model):
         if long in seen.tokens:
             break
         seen.backend.insert(job([i, i], 1))
-        seen.step()
+        seen.step(StepPlan(8))
     assert long in seen.tokens
+
+
+def test_every_other_turn_is_the_first_prompt_s_and_the_others_go_to_the_one_soonest_done(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    first, second = job([1, *range(120)]), job([2, *range(80)])
+    seen.backend.insert(first)
+    seen.backend.insert(second)
+    left = []
+    for _ in range(6):
+        seen.step(StepPlan(16, decodes=False))
+        left.append([sequence.n_left for sequence in seen.backend._prompts])
+    assert left == [[104, 80], [104, 64], [88, 64], [88, 48], [72, 48], [72, 32]]
+
+
+def test_a_short_prompt_beside_a_long_one_is_done_first(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    long, short = job([1, *SYSTEM]), job([2, 3, 4])
+    seen.backend.insert(long)
+    seen.step(StepPlan(16))
+    assert seen.run(short, plan=StepPlan(16)) == [fresh(batch_of, model, [2, 3, 4])]
+    assert long not in seen.tokens
+
+
+def test_what_is_left_of_a_step_is_spent_on_the_next_prompts(model):
+    seen = Seen(batch_of(model))
+    for i in range(5):
+        seen.backend.insert(job([i, i]))
+    seen.step(StepPlan(64, decodes=False))
+    assert len(seen.backend._prefilled) == 5
+
+
+def test_prompts_that_came_together_get_their_first_token_in_the_same_step(model):
+    seen = Seen(batch_of(model))
+    jobs = [job([i, *SYSTEM]) for i in range(3)]
+    for a_job in jobs:
+        seen.backend.insert(a_job)
+    while seen.backend._prompts:
+        seen.step(StepPlan(32, decodes=False))
+        assert not seen.tokens
+    while len(seen.tokens.get(jobs[0], ())) < 6:
+        seen.step()
+        assert len({len(seen.tokens.get(a_job, ())) for a_job in jobs}) == 1
+    assert [seen.tokens[a_job] for a_job in jobs] == [fresh(batch_of, model, a_job.prompt.tokens) for a_job in jobs]
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 20])
+def test_a_job_is_cancelled_before_in_and_after_its_prefill(model, n_steps):
+    seen = Seen(batch_of(model))
+    first, second = job(SYSTEM), job([*SYSTEM, 9])
+    seen.backend.insert(first)
+    for _ in range(n_steps):
+        seen.step(StepPlan(32, decodes=False))
+    seen.backend.remove([first])
+    assert [*seen.backend._prompts, *seen.backend._prefilled] == []
+    assert seen.backend.n_cached == (n_steps > 0)
+    assert seen.run(second) == [fresh(batch_of, model, [*SYSTEM, 9])]
+    assert seen.cached[second] == {0: 0, 1: 32, 20: len(SYSTEM) - 1}[n_steps]
+
+
+def test_what_a_cancelled_job_computed_is_held_by_nobody_who_waits_for_it(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16), max_sequences=0))
+    first, second = job([*SYSTEM, 1]), job([*SYSTEM, 2])
+    seen.backend.insert(first)
+    seen.backend.insert(second)
+    seen.step()
+    cache = weakref.ref(seen.backend._prompts[0].cache[0])
+    seen.backend.remove([first])
+    assert cache() is None
+
+
+@pytest.mark.parametrize("step_size", [1, 2, 3])
+def test_the_smallest_steps_come_to_an_end(model, step_size):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=step_size)))
+    scored = job([1, 2, 3, 4], 2, prompt_logprobs=1)
+    seen.backend.insert(scored)
+    assert seen.run(job([5, 6, 7], 2)) == [fresh(batch_of, model, [5, 6, 7], 2)]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_short_prompt_takes_no_room_for_the_long_one_whose_beginning_it_has(model, runs):
+    seen = Seen(batch_of(model))
+    long, short = job([*SYSTEM, *SYSTEM[::-1], *SYSTEM, *SYSTEM], 50 if runs else 2), job([*SYSTEM, 1, 2, 3])
+    if runs:
+        seen.backend.insert(long)
+        while long not in seen.tokens:
+            seen.step()
+    else:
+        seen.run(long)
+    seen.backend.insert(short)
+    seen.step(StepPlan(64, decodes=False))
+    (sequence,) = seen.backend._prefilled
+    assert sequence.n_done == len(SYSTEM) + 2
+    # mlx-lm gets room for 256 tokens at a time.
+    assert all(layer.keys.shape[2] <= len(SYSTEM) + 256 for layer in sequence.cache)
+    while len(seen.tokens.get(short, ())) < 6:
+        seen.step()
+    assert seen.tokens[short] == fresh(batch_of, model, [*SYSTEM, 1, 2, 3])
+
+
+def test_streams_wait_for_scores_no_longer_than_for_prompts(model, monkeypatch):
+    ticks = count()
+    # A pass takes a second, whatever it is: a stream waits for 16 of them at most.
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    stream = job([1, 2, 3], 50)
+    seen.run(job([1, 2], 3))
+    seen.backend.insert(stream)
+    while stream not in seen.tokens:
+        seen.step()
+    seen.backend.insert(job([*SYSTEM, *SYSTEM]))
+    seen.backend.insert(job(SYSTEM, 0, prompt_logprobs=1))
+    n_plans = 0
+    while not (plan := seen.backend.plan_step(GAP_S)).decodes:
+        seen.step(plan)
+        n_plans += 1
+    assert n_plans == 8
+
+
+@pytest.mark.parametrize("kind", [KVCache, ConcatenateKVCache, lambda: ChunkedKVCache(400)])
+def test_what_was_cut_back_goes_on_where_it_was_cut(kind):
+    numbers = mx.arange(300.0)[None, None, :, None]
+    layer = kind()
+    layer.update_and_fetch(numbers, numbers)
+    cut_back([layer], 297)
+    keys, values = layer.update_and_fetch(numbers[..., 7:8, :], numbers[..., 8:9, :])
+    assert keys.flatten().tolist() == [0, 1, 2, 7]
+    assert values.flatten().tolist() == [0, 1, 2, 8]
+    assert layer.offset == 4
+    assert layer.keys.shape[2] <= 3 + 256
 
 
 @pytest.mark.parametrize("make", [batch_of, single_of])
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_prompt_s_own_probabilities(model, make, max_tokens):
-    import mlx.core as mx
-
     prompt = SYSTEM[:40]
     logits = model(mx.array(prompt)[None])[0]
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -339,9 +472,6 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
 
 
 def test_the_size_of_a_kv_cache_is_what_mlx_lm_makes_of_it(model):
-    import mlx.core as mx
-    from mlx_lm.models.cache import make_prompt_cache
-
     for one in (model, tiny_gemma(), tiny_lfm2()):
         size = measure([one])
         cache = make_prompt_cache(one)

@@ -38,6 +38,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
+    "engine/prefill.py",
     "engine/sampling.py",
     "engine/choice.py",
     "engine/kv_size.py",

@@ -72,5 +72,17 @@ def test_prompts_that_came_together_begin_to_decode_together():
     assert 5.9 <= held_s <= 6.4
 
 
+def test_what_was_prefilled_while_nobody_waited_is_not_held_against_those_who_come_together():
+    budget = known(decode_s=0.1)
+    budget.note(1000, 60.0)
+    assert budget.plan(0.5, n_waiting=8, n_decoding=0).decodes
+    budget.note_nobody()
+    assert not budget.plan(0.5, n_waiting=8, n_decoding=0).decodes
+
+
+def test_a_model_that_decodes_nothing_holds_up_another_one_s_streams_no_longer_than_they_may_be():
+    assert known(decode_s=0.1).plan(0.2, n_waiting=8, n_decoding=0) == StepPlan(192, decodes=False)
+
+
 def test_before_it_is_known_what_decoding_takes_nobody_is_held_up():
     assert known().plan(0.5, n_waiting=8, n_decoding=0).decodes

@@ -554,6 +554,49 @@ def test_what_takes_too_long_is_ended():
     assert not scheduler.step()
 
 
+class Stuck(FakeBackend):
+    """Fails to remove jobs while ``bad`` is set."""
+
+    bad = False
+
+    def remove(self, jobs):
+        if self.bad:
+            raise RuntimeError("remove")
+        super().remove(jobs)
+
+
+def stuck_model(which, clock=time.monotonic, **limits):
+    """Two models of which one removes nothing, a job running on each, and one that waits."""
+    scheduler, opened = make(capacity=1, max_loaded=2, backend=Stuck, clock=clock, limits=limits)
+    jobs = [job("a" * 50, model="m1"), job("b" * 50, model="m2"), job("c", model="m1")]
+    for name in ("m1", "m2"):
+        scheduler.load(name)
+    scheduler.submit(jobs)
+    scheduler.step()
+    opened[which][1].bad = True
+    return scheduler, jobs
+
+
+def test_who_took_too_long_is_told_even_when_another_model_fails_to_let_go():
+    clock = Clock()
+    scheduler, jobs = stuck_model(1, clock, request_timeout_s=5)
+    clock.now += 6
+    with pytest.raises(RuntimeError):
+        scheduler.step()
+    scheduler.recover(ApiError(500, "failed", code="failed"))
+    assert [events_of(one)[-1].error.code for one in jobs] == ["request_timeout", "failed", "request_timeout"]
+
+
+def test_the_cancelled_jobs_behind_a_model_that_fails_to_let_go_are_dropped_too():
+    scheduler, jobs = stuck_model(0)
+    scheduler.cancel(jobs)
+    with pytest.raises(RuntimeError):
+        scheduler.step()
+    scheduler.recover(ApiError(500, "failed"))
+    scheduler.step()
+    assert scheduler.health().running == 0
+
+
 def test_prefill_gets_as_long_as_streams_may_pause():
     class Gaps(FakeBackend):
         gaps: ClassVar = []
