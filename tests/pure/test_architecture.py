@@ -43,7 +43,6 @@ MAY_IMPORT_MLX = {
     "engine/choice.py",
     "engine/kv_size.py",
     "engine/prefix_cache.py",
-    "engine/prefill.py",
     "engine/scoring.py",
     "engine/embedding.py",
     "engine/single_backend.py",
