@@ -32,6 +32,7 @@ endef
 
 .PHONY: demo test test-clients test-agents lint dist check-dist clean
 
+# With what is optional, so that all of it can be tried.
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
 
@@ -62,7 +63,7 @@ $(VENV)/bin/python:
 	$(call make_venv,$(VENV))
 
 $(VENV)/.installed: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS))'
+	$(BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS) metrics structured)'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
