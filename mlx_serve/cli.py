@@ -179,7 +179,7 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
             ),
             prompt_cache_size=settings.prompt_cache_size,
             prompt_cache_bytes=settings.prompt_cache_bytes,
-            budget=_budget(settings, n_bytes),
+            budget=memory_budget(settings, n_bytes),
             disk=_disk_cache(settings),
             sharding=Sharding(ranks, settings.pipeline) if ranks is not None else None,
             progress=report,
@@ -199,12 +199,15 @@ def _disk_cache(settings: Config) -> DiskCache | None:
     return DiskCache(Path(settings.prompt_cache_dir), settings.prompt_cache_disk_bytes)
 
 
-def _budget(settings: Config, device_bytes: int) -> MemoryBudget:
+def memory_budget(settings: Config, device_bytes: int) -> MemoryBudget:
+    """What may be in memory, of what was set and what the device recommends."""
+    # What somebody set is kept in the moments of copying too.
+    kv_copies = 1 if settings.memory_bytes is settings.kv_cache_bytes is None else 2
     if settings.memory_bytes is not None:
-        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies=2)
+        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies)
     # Nobody chose this total: it must not refuse a model or a request that might go well.
     least = device_bytes // 8
-    return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, least_kv_bytes=least)
+    return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies, least)
 
 
 def limits(settings: Config) -> Limits:

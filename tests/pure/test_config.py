@@ -7,7 +7,7 @@ from importlib.metadata import distribution
 import pytest
 
 from mlx_serve import config
-from mlx_serve.cli import COMMANDS
+from mlx_serve.cli import COMMANDS, memory_budget
 from mlx_serve.config import from_args
 from mlx_serve.flags import size, size_text
 
@@ -119,6 +119,13 @@ def test_what_is_wrong_with_a_flag_is_said(line, says, capsys):
         from_args(line.split(), {})
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "n"), [("", 1), ("--memory-bytes 8GB", 2), ("--kv-cache-bytes 1GB", 2), ("--max-loaded-models 2", 1)]
+)
+def test_a_bound_that_was_set_holds_while_caches_are_copied_too(line, n):
+    assert memory_budget(from_args(line.split(), {}), device_bytes=2**34).kv_copies == n
 
 
 def test_flags_of_the_engine():
