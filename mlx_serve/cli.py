@@ -202,7 +202,7 @@ def _disk_cache(settings: Config) -> DiskCache | None:
 def memory_budget(settings: Config, device_bytes: int) -> MemoryBudget:
     """What may be in memory, of what was set and what the device recommends."""
     # What somebody set is kept in the moments of copying too.
-    kv_copies = 1 if settings.memory_bytes is settings.kv_cache_bytes is None else 2
+    kv_copies = 1 if settings.memory_bytes is None and settings.kv_cache_bytes is None else 2
     if settings.memory_bytes is not None:
         return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies)
     # Nobody chose this total: it must not refuse a model or a request that might go well.

@@ -110,7 +110,8 @@ def completions(services: Services, request: RawRequest) -> Response:
     grammar = compiled_grammar(services, entry, body.rule(), ())
     prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
     is_scored = body.wanted_logprobs is not None
-    if body.max_tokens == 0 and not (is_scored and body.echo):
+    scores_prompt = is_scored and body.echo
+    if body.max_tokens == 0 and not scores_prompt:
         return _only_echo(services, entry, tokenizer, body, prompts)
     limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     jobs = make_jobs(services, entry, body, prompts, limit, param="prompt")
@@ -118,7 +119,7 @@ def completions(services: Services, request: RawRequest) -> Response:
         constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
     options = OutputOptions(tuple(body.stop), is_chat=False)
-    if is_scored and body.echo:
+    if scores_prompt:
         # The prompts come with their log-probabilities, from the engine.
         for job in jobs:
             job.sampling = replace(job.sampling, prompt_logprobs=body.wanted_logprobs)
