@@ -256,9 +256,9 @@ class FakeTokenizer:
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
-    ) -> list[int]:
+    ) -> str:
         """As ``render`` has it."""
-        return self.encode(self._render(messages, tools, options), special=False)
+        return self._render(messages, tools, options)
 
 
 def tokens_of(text: str, ids: Mapping[str, int] = MappingProxyType(_IDS)) -> list[int]:

@@ -107,13 +107,15 @@ class MlxTokenizer:
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
-    ) -> list[int]:
-        """The chat template's prompt, cut at each GUARD as in ``encode``. Raises ApiError 400 when it refuses."""
+    ) -> str:
+        """The chat template's text, for ``encode`` without ``special``. Raises ApiError 400 when it refuses."""
         options = {"add_generation_prompt": True, **options}
         try:
             # Rendering is Jinja's work and changes no tokenizer: no lock.
-            text = self._wrapper.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=False, **options
+            return str(
+                self._wrapper.apply_chat_template(
+                    list(messages), tools=list(tools) if tools else None, tokenize=False, **options
+                )
             )
         except _TEMPLATE_ERRORS as error:
             log.info("the chat template refused a request: %s", one_line(error))
@@ -121,7 +123,6 @@ class MlxTokenizer:
             if isinstance(error, TemplateError) and error.message:
                 refusal += f" It says: {one_line(error.message)}"
             raise ApiError(400, refusal, param="messages") from error
-        return self.encode(text, special=False)
 
     def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
         """The calls in one tool-call region, each {"name", "arguments"}. Raises ValueError when it is malformed."""

@@ -53,7 +53,8 @@ def chat_prompt(
         text = plain_chat(guarded, role_mapping or DEFAULT_ROLE_MAPPING)
         text += f" {_guard(tokenizer, is_own=False).text(prefill)}" if prefill else ""
         return Prompt(tuple(tokenizer.encode(text, special=True)))
-    tokens = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
+    text = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
+    tokens = tokenizer.encode(text, special=False)
     if prefill:
         return Prompt((*tokens, *_begun(found, tokens, prefill)))
     return Prompt(tuple(tokens), in_reasoning=found.ends_in_reasoning(tokens))
@@ -136,7 +137,7 @@ def _with_call_ids(found: Formats, messages: Sequence[Message]) -> list[Message]
 
 def _render(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
-) -> list[int]:
+) -> str:
     """The first rendering that the template takes. Clients read what it says of the messages as they are."""
     refusal: ApiError | None = None
     tried: list[Any] = []

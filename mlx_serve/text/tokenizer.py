@@ -51,8 +51,8 @@ class Tokenizer(Protocol):
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
-    ) -> list[int]:
-        """The chat template's prompt, cut at each GUARD as in ``encode``. Raises ApiError 400 when it refuses."""
+    ) -> str:
+        """The chat template's text, for ``encode`` without ``special``. Raises ApiError 400 when it refuses."""
 
     def parse_tool_call(self, text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
         """mlx-lm's parser: the calls in one region, each {"name", "arguments"}. Raises ValueError."""

@@ -53,8 +53,7 @@ def test_the_tokenizer_is_kept_and_works(root):
     assert tokenizer.decode(ids) == text
     assert (tokenizer.eos_ids, tokenizer.think, tokenizer.tool_call) == (frozenset([EOS]), None, None)
     assert {256, 257, 258, 259} >= tokenizer.hidden_ids >= {EOS}
-    prompt = tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {})
-    assert tokenizer.decode(prompt) == "user: hi\n"
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {}) == "user: hi\n"
 
 
 def test_a_template_that_refuses_says_why(root):
@@ -75,7 +74,7 @@ def test_the_way_of_pooling_is_the_directory_s(root):
 def test_a_template_of_the_command_line_takes_the_tokenizer_s_place(root):
     catalog, store = store_of(root, tokenizer_config={"chat_template": "{{ messages[0].content }}!"})
     tokenizer = store.tokenizer(catalog.find("one"))
-    assert tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {})) == "hi!"
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}], None, {}) == "hi!"
 
 
 def run(scheduler, model, prompt=(1, 2, 3), n=4):
