@@ -112,8 +112,7 @@ def _check_length(most: int | None, n_tokens: int, n_total: int, param: str) -> 
 def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[bytes]:
     """One after another, as the engine has them. Raises ApiError, and ClientGone when nobody waits any more."""
     assert job.inputs is not None
-    route = request.path.removeprefix("/v1")
-    trace = Trace(services.metrics, job.model, route, request.request_id, request.received_at)
+    trace = Trace(services.metrics, job.model, request.path, request.request_id, request.received_at)
     services.scheduler.submit([job])
     trace.queued()
     try:

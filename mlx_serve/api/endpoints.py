@@ -12,6 +12,7 @@ from typing import Any
 from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses import endpoints as responses
+from mlx_serve.api.routes import route_path
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -52,7 +53,7 @@ class Api:
             return self._services.page[request.path]
         endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
         try:
-            return endpoint(self._services, request)
+            return endpoint(self._services, replace(request, path=route_path(request.path)))
         except RecursionError:
             # Whatever it was that went down into the request's JSON: checking, the chat template, writing it out.
             raise ApiError(400, "The request is nested too deeply.") from None
@@ -74,7 +75,7 @@ class Api:
 
 def _matches(route: str, path: str) -> bool:
     # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself; {id} holds none.
-    plain = path.removeprefix("/v1") if path.startswith("/v1/") else path
+    plain = route_path(path)
     start, is_open, end = route.partition("{id}")
     if is_open:
         middle = plain[len(start) : len(plain) - len(end)]

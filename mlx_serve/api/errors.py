@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from mlx_serve.api.routes import route_path
 from mlx_serve.core import ApiError, Response
 
 # Anthropic's words for a status (https://platform.claude.com/docs/en/api/errors); others are 4xx or 5xx of ours.
@@ -40,7 +41,7 @@ class ContextLengthError(ApiError):
 
 def is_anthropic(path: str) -> bool:
     """Whether a route speaks Anthropic's dialect."""
-    plain = path.removeprefix("/v1")
+    plain = route_path(path)
     return plain == "/messages" or plain.startswith("/messages/")
 
 

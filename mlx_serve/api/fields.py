@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_TEXT_LOGPROBS = 5
+MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 128
 # OpenAI's.
 MAX_INPUTS = 2048
@@ -70,9 +71,8 @@ def _stop_list(value: Any) -> Any:
         refuse("Must be a string or a list of strings.")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         refuse(f"At most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters.")
-    if "" in stops:
-        refuse("A stop string must not be empty.")
-    return stops
+    # Forms send an empty field as an empty string; it would match before the first token.
+    return [stop for stop in stops if stop]
 
 
 def _logit_bias(value: Any) -> Any:
@@ -86,23 +86,33 @@ def _logit_bias(value: Any) -> Any:
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-def _content(value: Any) -> Any:
-    """Text parts join without anything between: one part gives exactly the prompt of the plain string."""
-    if value is None or isinstance(value, str):
+def content_text(value: Any, *, describe_others: bool = False) -> str:
+    """The text of a message's content. Parts join without anything between: one part is the same as a plain string.
+
+    A part that is no text is refused, or with ``describe_others`` replaced by a note for the model.
+    """
+    if isinstance(value, str):
         return value
     if not isinstance(value, list):
         refuse("Must be a string or a list of content parts.")
-    return "".join(_part_text(part) for part in value)
+    return "".join(_part_text(part, describe_others) for part in value)
 
 
-def _part_text(part: Any) -> str:
+def _part_text(part: Any, describe_others: bool) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
+        if describe_others and isinstance(kind, str):
+            return omitted(kind)
         refuse("This server takes content parts of type 'text' only: its models read text.")
     text = part.get(kind)
     if not isinstance(text, str):
         refuse(f"A content part of type '{kind}' must have a string '{kind}'.")
     return text
+
+
+def omitted(kind: str) -> str:
+    """What the model reads in place of a picture or file in a tool's result, which the client cannot take back."""
+    return f"[{kind[:80]} omitted: this model reads text only]"
 
 
 # What the tokenizer's apply_chat_template takes for itself; "chat_template" would be code from a client.
@@ -178,10 +188,15 @@ RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
 ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
-Content = Annotated[Str | None, BeforeValidator(_content)]
+# OpenAI's and vLLM's range. MLX's random keys are made of 64 bits: a larger seed would be another one's.
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
 Inputs = Annotated[list[Str] | list[list[int]], BeforeValidator(_inputs)]
+# -1 is mlx_lm.server's default, which its clients send.
+TopLogprobs = Annotated[
+    int, Field(ge=0, le=MAX_TOP_LOGPROBS), BeforeValidator(lambda value: 0 if value == -1 else value)
+]
 TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
-from mlx_serve.api.fields import Model, Object, Str, refuse
+from mlx_serve.api.fields import Model, Object, Str, omitted, refuse
 from mlx_serve.text.prompt import reminder
 
 MAX_BLOCKS = 16_384
@@ -93,7 +93,7 @@ class UnseenBlock(Model):
     @property
     def text(self) -> str:
         """What the model reads in its place."""
-        return f"[{self.type} omitted: this model reads text only]"
+        return omitted(self.type)
 
 
 class RefusedBlock(Model):

@@ -25,6 +25,7 @@ class Tool(Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: Str | None = None
     input_schema: Object
+    strict: bool = False
 
     def as_function(self) -> dict[str, Any]:
         """OpenAI's object for it, which chat templates take."""
@@ -184,7 +185,10 @@ class MessagesRequest(CountRequest):
         """The functions of which the answer has to call one; none: it need not."""
         if self.tool_choice.type not in ("any", "tool"):
             return []
-        return [Function(tool.name, tool.input_schema, f"tools[{i}].input_schema") for i, tool in self._chosen()]
+        return [
+            Function(tool.name, tool.input_schema, f"tools[{i}].input_schema", tool.strict)
+            for i, tool in self._chosen()
+        ]
 
     @property
     def max_calls(self) -> int | None:

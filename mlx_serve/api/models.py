@@ -32,7 +32,7 @@ def list_models(services: Services, request: RawRequest) -> Response:
 
 def get_model(services: Services, request: RawRequest) -> Response:
     """GET /v1/models/{id}"""
-    name = request.path.removeprefix("/v1").removeprefix("/models/")
+    name = request.path.removeprefix("/models/")
     return json_response(_model_object(services, *services.catalog.look_up(name), services.scheduler.health().models))
 
 

@@ -8,16 +8,24 @@ https://platform.openai.com/docs/api-reference/completions/create; the rest is m
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
 
-from pydantic import AliasChoices, FailFast, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.fields import (
-    Content,
     ContextSize,
     Float,
     LogitBias,
@@ -25,10 +33,13 @@ from mlx_serve.api.fields import (
     Pairs,
     Prompts,
     RepetitionPenalty,
+    Seed,
     Stops,
     Str,
     TemplateOptions,
     TextLogprobs,
+    TopLogprobs,
+    content_text,
     refuse,
 )
 from mlx_serve.api.structured import Structured
@@ -36,7 +47,6 @@ from mlx_serve.core import ApiError, Sampling
 from mlx_serve.text.grammar import Function
 
 MAX_N = 128
-MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 
@@ -67,28 +77,50 @@ class _ToolCall(Model):
     function: _CalledFunction
 
 
-class Message(Model):
-    """One turn of a conversation, in any role; ``developer`` is the newer name of ``system``."""
+def _content(value: Any, info: ValidationInfo) -> Any:
+    # Only a result may hold what a text model cannot read: its client has no other result to give.
+    is_result = info.data.get("role") in _RESULT_ROLES
+    return value if value is None else content_text(value, describe_others=is_result)
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = None
+
+_RESULT_ROLES = ("tool", "function")
+
+
+class Message(Model):
+    """One turn of a conversation, in any role.
+
+    ``developer`` is the newer name of ``system``; ``function`` and ``function_call`` are the older ones of ``tool`` and
+    ``tool_calls``.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[Str | None, BeforeValidator(_content)] = None
     name: Str | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Str | None = None
+    function_call: _CalledFunction | None = None
     # mlx_lm.server and OpenRouter call it ``reasoning``, and clients send back what they were given.
     reasoning_content: Str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        # Only an assistant's turn may be without: it may be nothing but tool calls.
-        if self.content is None and self.role != "assistant":
+        # An assistant's turn may be nothing but tool calls; OpenAI's older form of a result may be null.
+        if self.content is None and self.role not in ("assistant", "function"):
             refuse("A message must have 'content'.")
         return self
 
     def as_dict(self) -> dict[str, Any]:
         """For the chat template."""
-        role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role, "content": self.content}
+        out = self.model_dump(exclude_none=True)
+        called = out.pop("function_call", None)
+        if called is not None and not self.tool_calls:
+            out["tool_calls"] = [{"id": "", "type": "function", "function": called}]
+        if self.role == "function":
+            out["tool_call_id"] = ""
+        return {**out, "role": _NEW_NAMES.get(self.role, self.role), "content": self.content}
+
+
+_NEW_NAMES = {"developer": "system", "function": "tool"}
 
 
 class _StreamOptions(Model):
@@ -117,7 +149,7 @@ class Request(Structured):
     frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
     frequency_context_size: ContextSize | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
-    seed: int | None = None
+    seed: Seed | None = None
     # vLLM's, for benchmarks.
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
@@ -183,7 +215,7 @@ class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: TopLogprobs = 0
     tools: Annotated[list[tool_fields.Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
     tool_choice: tool_fields.Choice = tool_fields.AUTO
     parallel_tool_calls: bool = True
@@ -197,8 +229,7 @@ class ChatRequest(Request):
 
     @model_validator(mode="after")
     def _served(self) -> ChatRequest:
-        if self.top_logprobs > 0 and not self.logprobs:
-            raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+        _check_top_logprobs(self.top_logprobs, self.logprobs)
         if self.modalities != ["text"]:
             raise ApiError(400, "This server serves 'modalities' ['text'] only.", param="modalities")
         if self.audio is not None:
@@ -248,6 +279,11 @@ class ChatRequest(Request):
         return self.top_logprobs if self.logprobs else None
 
 
+def _check_top_logprobs(top_logprobs: int, has_logprobs: bool) -> None:
+    if top_logprobs > 0 and not has_logprobs:
+        raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+
+
 def _check_tool_messages(messages: list[Message]) -> None:
     for i, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
@@ -265,7 +301,7 @@ class CompletionRequest(Request):
 
     prompt: Prompts
     logprobs: TextLogprobs = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: TopLogprobs = 0
     echo: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -275,6 +311,7 @@ class CompletionRequest(Request):
     def _served(self) -> CompletionRequest:
         if self.suffix:
             raise ApiError(400, "This server does not fill in the middle: 'suffix' is not served.", param="suffix")
+        _check_top_logprobs(self.top_logprobs, self.logprobs is not None and self.logprobs is not False)
         self._check_best_of()
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "'max_tokens' 0 needs 'echo': true.", param="max_tokens")
@@ -335,7 +372,8 @@ def validated(kind: type[R], value: dict[str, Any]) -> R:
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object that ``body`` holds. Raises ApiError 400 that says where it goes wrong (RFC 8259)."""
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+        # A byte order mark may be ignored (RFC 8259, 8.1); .NET's and PowerShell's writers put one in front.
+        value = json.loads(body.removeprefix(codecs.BOM_UTF8).decode("utf-8"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"The request body is not UTF-8: bad byte at position {error.start}.") from None
     except json.JSONDecodeError as error:

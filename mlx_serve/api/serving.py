@@ -147,9 +147,13 @@ class Reply:
 
     def _trace(self) -> Trace:
         request = self.request
-        route = request.path.removeprefix("/v1")
         return Trace(
-            self.services.metrics, self.entry.name, route, request.request_id, request.received_at, len(self.jobs)
+            self.services.metrics,
+            self.entry.name,
+            request.path,
+            request.request_id,
+            request.received_at,
+            len(self.jobs),
         )
 
     def _stream(self, writer: Writer, generation: Generation) -> Generator[bytes, None, None]:

@@ -24,10 +24,11 @@ Choices = Annotated[list[Str], Field(min_length=1, max_length=_MAX_CHOICES)]
 
 
 class _JsonSchema(Model):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    # OpenAI requires it; vLLM and llama-server do not, and nothing depends on it.
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    # The text conforms either way.
-    strict: bool | None = None
+    # What can be enforced is enforced either way; if true, the rest is refused.
+    strict: bool = False
     description: Str | None = None
 
 
@@ -41,7 +42,7 @@ class ResponseFormat(Model):
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
-            refuse("The type 'json_schema' needs a 'json_schema' with 'name' and 'schema'.")
+            refuse("The type 'json_schema' needs a 'json_schema' with a 'schema'.")
         return self
 
     @property
@@ -52,6 +53,11 @@ class ResponseFormat(Model):
         if self.type == "json_schema" and self.json_schema is not None:
             return self.json_schema.schema_
         return self.schema_ or {"type": "object"}
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether all of the schema has to be enforced."""
+        return self.json_schema is None or self.json_schema.strict
 
 
 class StructuredOutputs(Model):
@@ -94,8 +100,11 @@ class Structured(Model):
         return rules[0] if rules else None
 
     def _format_rules(self) -> list[Rule]:
-        schema = self.response_format.schema_value if self.response_format is not None else None
-        return [Rule("json_schema", schema, "response_format")] if schema is not None else []
+        asked = self.response_format
+        schema = asked.schema_value if asked is not None else None
+        if asked is None or schema is None:
+            return []
+        return [Rule("json_schema", schema, "response_format", asked.is_strict)]
 
     def _vllm_rules(self) -> list[Rule]:
         asked = self.structured_outputs

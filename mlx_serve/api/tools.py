@@ -84,4 +84,5 @@ def offered(choice: ToolChoice, tools: Sequence[Tool]) -> list[tuple[int, Tool]]
 
 def as_function(place: int, tool: Tool) -> Function:
     """For the grammar of a call that the model has to make."""
-    return Function(tool.function.name, tool.function.parameters, f"tools[{place}].function.parameters")
+    function = tool.function
+    return Function(function.name, function.parameters, f"tools[{place}].function.parameters", function.strict is True)

@@ -45,6 +45,14 @@ _DAY = "^([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(02-([01][0-9]|2[0
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
 _STRICTER = {"date": _DAY, "date-time": f"{_DAY}[0-9-]*T{_TIME}", "time": f"^{_TIME}"}
 
+# What a schema of ``propertyNames`` may say of a string; all else in it is a comment.
+_NAME_KEYWORDS = frozenset(
+    [
+        *("type", "enum", "const", "pattern", "format", "minLength", "maxLength"),
+        *("$ref", "anyOf", "oneOf", "allOf", "not", "if"),
+    ]
+)
+
 # Where schemas lie inside a schema: by name, in a list, or alone.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -53,27 +61,32 @@ _ALONE = ("items", "additionalProperties")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the text must be. ``param`` is the request's field that says so, for errors."""
+    """What the text must be. ``param`` is the request's field that says so, for errors.
+
+    ``strict`` False: keywords of a JSON schema that cannot be enforced are ignored; True: they are refused.
+    """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     value: Any
     param: str
+    strict: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as it may be called. ``parameters`` is a JSON schema; None: it takes none."""
+    """A tool as it may be called. ``parameters`` is a JSON schema; None: it takes none. ``strict`` as in a Rule."""
 
     name: str
     parameters: Mapping[str, Any] | None
     param: str
+    strict: bool = True
 
 
 def compile_rule(rule: Rule) -> str:
     """The grammar of a rule. Raises ApiError 400 that names its field."""
     llguidance = _llguidance(rule.param)
     if rule.kind == "json_schema":
-        return _grammar({"json_schema": _checked_schema(rule.value, rule.param)})
+        return _grammar({"json_schema": _checked_schema(rule.value, rule.param, strict=rule.strict)})
     if rule.kind == "choice":
         grammar = _grammar({"lark_grammar": "start: " + " | ".join(_literal(choice) for choice in rule.value)})
     elif rule.kind == "regex":
@@ -98,7 +111,7 @@ def compile_forced_call(functions: Sequence[Function]) -> str:
     ]
     grammars: list[dict[str, Any]] = [{"name": "call", "lark_grammar": "start: " + " | ".join(calls)}]
     for i, function in enumerate(functions):
-        schema = _checked_schema(_parameters(function), function.param)
+        schema = _checked_schema(_parameters(function), function.param, strict=function.strict)
         grammars.append({"name": f"arguments{i}", "json_schema": schema})
     grammar = _grammar(*grammars)
     if fault := _fault(grammar):
@@ -150,13 +163,13 @@ def _fault(grammar: str) -> str:
     return str(LLMatcher.validate_grammar(grammar, limits=LLParserLimits(verbose_errors=False))).strip()
 
 
-def _checked_schema(schema: Any, param: str) -> dict[str, Any]:
+def _checked_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
     """The schema as it is compiled. Raises ApiError 400 that says where the fault is."""
     if not isinstance(schema, dict | bool):
         raise _refused(param, "a JSON schema must be an object.")
     try:
         _check_size(schema, param)
-        tidy = _tidied(schema)
+        tidy = _tidied(schema, strict=strict)
         if len(json.dumps(tidy, allow_nan=False)) > MAX_CHARS:
             raise _refused(param, f"the JSON schema is longer than {MAX_CHARS} characters.")
         if fault := _schema_fault(tidy):
@@ -187,13 +200,13 @@ def _schema_fault(schema: Any) -> str:
     return _fault(_grammar({"json_schema": schema}))
 
 
-def _tidied(schema: dict[str, Any] | bool) -> dict[str, Any]:
+def _tidied(schema: dict[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
     if isinstance(schema, bool):
         # The schemas of everything and of nothing; options need an object to stand in.
         schema = {} if schema else {"enum": []}
     closed = not any(_meets_others(part) for part in _all_parts(schema))
     tidy = _rebuilt(schema, _close if closed else lambda part: part)
-    return {**tidy, "x-guidance": _JSON_STYLE}
+    return {**tidy, "x-guidance": {**_JSON_STYLE, "lenient": not strict}}
 
 
 def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -203,6 +216,8 @@ def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) ->
     out = {key: value for key, value in schema.items() if key != "x-guidance"}
     if isinstance(out.get("format"), str):
         _rewrite_format(out, out["format"])
+    if isinstance(out.get("propertyNames"), dict):
+        _rewrite_names(out, out["propertyNames"])
     for key in out.keys() & _BY_NAME:
         if isinstance(out[key], dict):
             out[key] = {name: _rebuilt(part, finish) for name, part in out[key].items()}
@@ -219,6 +234,25 @@ def _rewrite_format(schema: dict[str, Any], name: str) -> None:
         del schema["format"]
     elif name in _STRICTER:
         schema.setdefault("pattern", _STRICTER[name])
+
+
+def _rewrite_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
+    """``propertyNames`` in keywords that llguidance knows, where there are some; zod writes one for each record.
+
+    Names are strings in any case. A list of names makes them optional properties, the only ones there may be.
+    """
+    wanted = {
+        key: value for key, value in names.items() if key in _NAME_KEYWORDS and (key, value) != ("type", "string")
+    }
+    if not wanted:
+        del schema["propertyNames"]
+    elif wanted.keys() == {"enum"} and isinstance(wanted["enum"], list) and "patternProperties" not in schema:
+        named, rest = schema.get("properties"), schema.get("additionalProperties", True)
+        known = named if isinstance(named, dict) else {}
+        listed = {name: known.get(name, rest) for name in wanted["enum"] if isinstance(name, str)}
+        schema["properties"] = {name: value for name, value in listed.items() if value is not False}
+        schema["additionalProperties"] = False
+        del schema["propertyNames"]
 
 
 def _close(schema: dict[str, Any]) -> dict[str, Any]:

@@ -54,5 +54,18 @@ def _without_calls(message: Mapping[str, Any]) -> Message:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    call = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"<tool_call>\n{call}\n</tool_call>"
+    """A call as ``with_definitions`` asks for it, character for character what the model wrote if it kept to that.
+
+    Arguments that are no JSON (a call that was cut off) stay a string.
+    """
+    name, arguments = json.dumps(function["name"], ensure_ascii=False), function["arguments"]
+    if not _is_json_object(arguments):
+        arguments = json.dumps(arguments, ensure_ascii=False) if arguments else "{}"
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

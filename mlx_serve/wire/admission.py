@@ -82,4 +82,7 @@ def _check_content(head: Head) -> None:
     if _NOT_JSON.fullmatch(media_type):
         raise ApiError(415, "the request body must be JSON", code="unsupported_media_type")
     if head.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-        raise ApiError(415, "the request body must not be compressed", code="unsupported_content_encoding")
+        # RFC 9110 15.5.16: the answer says which codings would be taken.
+        accepted = (("Accept-Encoding", "identity"),)
+        message, code = "the request body must not be compressed", "unsupported_content_encoding"
+        raise ApiError(415, message, code=code, headers=accepted)

@@ -103,6 +103,35 @@ def test_what_would_cost_much_is_refused(kind, value):
     refusal(kind, value)
 
 
+@pytest.mark.parametrize("schema", [{"uniqueItems": True}, {"not": {}}, {"propertyNames": {"pattern": "^a"}}])
+def test_what_cannot_be_enforced_is_ignored_unless_the_request_is_strict(schema):
+    schema = {"properties": {"a": schema}}
+    assert compile_rule(Rule("json_schema", schema, "p", strict=False))
+    assert compile_forced_call([Function("f", schema, "p", strict=False)])
+    assert "at #/properties/a)" in refusal("json_schema", schema).message
+    with pytest.raises(ApiError):
+        compile_forced_call([Function("f", schema, "p")])
+
+
+@pytest.mark.parametrize("names", [{"type": "string"}, {}, {"type": "string", "title": "key"}])
+def test_names_of_properties_that_may_be_any_string_are_no_rule(names):
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    assert compiled(record) == {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "properties"),
+    [
+        ({"additionalProperties": {"type": "integer"}}, {"a": {"type": "integer"}, "b": {"type": "integer"}}),
+        ({}, {"a": True, "b": True}),
+        ({"properties": {"a": {"const": 1}, "c": {}}, "additionalProperties": False}, {"a": {"const": 1}}),
+    ],
+)
+def test_listed_names_become_optional_properties(schema, properties):
+    record = {"type": "object", "propertyNames": {"type": "string", "enum": ["a", "b"]}, **schema}
+    assert compiled(record) == {"type": "object", "properties": properties, "additionalProperties": False}
+
+
 def test_objects_that_name_their_properties_get_no_others():
     inner = {"type": "object", "properties": {"b": {}}, "required": ["b"]}
     schema = compiled({"properties": {"a": inner}})

@@ -167,10 +167,20 @@ def test_tools_are_put_in_as_text_where_the_template_has_no_place_for_them():
     assert got[0]["content"].startswith("Be brief.\n\n")
     assert all(json.dumps(tool, ensure_ascii=False) in got[0]["content"] for tool in TOOLS)
     assert '<tool_call>\n{"name": "FUNCTION", "arguments": {ARGUMENTS}}\n</tool_call>' in got[0]["content"]
-    assert got[2]["content"].startswith('Wait.\n<tool_call>\n{"name": "add", "arguments": ')
+    assert got[2]["content"] == 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert "tool_calls" not in got[2]
     results = ["<tool_response>\n2\n</tool_response>", "<tool_response>\n3\n</tool_response>"]
     assert got[3] == user("\n".join(results))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [('{"a":1}', '{"a":1}'), ("", "{}"), ('{"a": ', '"{\\"a\\": "'), ("[1]", '"[1]"')],
+)
+def test_a_call_as_text_has_its_arguments_as_the_model_wrote_them(arguments, written):
+    messages = [user("x"), assistant(tool_calls=[calling(arguments)])]
+    got = render(messages, Template(), source="{{ messages }}")
+    assert got[1]["content"] == f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>'
 
 
 def test_a_template_with_calls_and_no_definitions_gets_its_own_form():

@@ -75,7 +75,7 @@ def outcome(call, *args):
         (b"null", "object"),
         (b'{"a":' + b"[" * 100_000, "nested too deeply"),
         (b'{"a":' + b"9" * 10_000 + b"}", "number is too long"),
-        (b"\xef\xbb\xbf{}", "BOM"),
+        (b"\xef\xbb\xbf\xef\xbb\xbf{}", "BOM"),
     ],
 )
 def test_a_body_that_is_no_json_object_says_where(body, where):
@@ -146,7 +146,6 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"n": MAX_N + 1}, "n", None),
         ({"stop": 5}, "stop", None),
         ({"stop": [1]}, "stop", None),
-        ({"stop": [""]}, "stop", None),
         ({"logit_bias": [1]}, "logit_bias", None),
         ({"logit_bias": {"x": 1}}, "logit_bias", None),
         ({"logit_bias": {"-1": 1}}, "logit_bias", None),
@@ -156,7 +155,16 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"logprobs": 3}, "logprobs", "invalid_type"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", None),
         ({"top_logprobs": 3}, "top_logprobs", None),
-        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", None),
+        ({"top_logprobs": -2, "logprobs": True}, "top_logprobs", None),
+        ({"top_logprobs": 3, "logprobs": False}, "top_logprobs", None),
+        ({"seed": 2**63}, "seed", None),
+        ({"seed": -(2**63) - 1}, "seed", None),
+        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": [{}]}]}, "messages[0].content", None),
+        (
+            {"messages": [{"role": "tool", "tool_call_id": "a", "content": [{"type": "\ud800"}]}]},
+            "messages[0].content",
+            None,
+        ),
         ({"presence_penalty": 3}, "presence_penalty", None),
         ({"repetition_penalty": -1}, "repetition_penalty", None),
         ({"stream_options": {"include_usage": "x"}}, "stream_options.include_usage", "invalid_type"),
@@ -174,7 +182,6 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"response_format": {"type": "xml"}}, "response_format.type", None),
         ({"response_format": {"type": "json_schema"}}, "response_format", None),
         (json_schema(name="a b"), "response_format.json_schema.name", None),
-        (json_schema(name=None), "response_format.json_schema.name", "missing_required_parameter"),
         (json_schema(schema=None), "response_format.json_schema.schema", "missing_required_parameter"),
         (json_schema(schema="x"), "response_format.json_schema.schema", "invalid_type"),
         ({"guided_choice": []}, "guided_choice", None),
@@ -211,6 +218,9 @@ def test_a_chat_field_that_is_wrong_is_named(fields, param, code):
         ({"prompt": ["a"] * 129}, "prompt"),
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
         ({"logprobs": 6}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
+        ({"seed": 2**64}, "seed"),
         ({"logprobs": "x"}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3, "stream": True}, "best_of"),
@@ -256,6 +266,12 @@ def test_stop_is_a_string_or_a_list():
     assert chat(stop="a").stop == ["a"]
     assert chat(stop=["a", "b", "c", "d", "e"]).stop == ["a", "b", "c", "d", "e"]
     assert chat(stop=[]).stop == []
+    assert chat(stop="").stop == chat(stop=[""]).stop == []
+    assert chat(stop=["", "a"]).stop == ["a"]
+
+
+def test_a_byte_order_mark_before_the_json_is_ignored():
+    assert read_object(b'\xef\xbb\xbf{"a": "\xef\xbb\xbf"}') == {"a": "\ufeff"}
 
 
 def test_prompts_are_always_a_list():
@@ -367,7 +383,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, ("json_schema", {"type": "object"}, "response_format")),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ("json_schema", SCHEMA, "response_format")),
-        (json_schema(schema=SCHEMA, strict=False), ("json_schema", SCHEMA, "response_format")),
+        (json_schema(schema=SCHEMA, strict=False), ("json_schema", SCHEMA, "response_format", False)),
+        (json_schema(schema=SCHEMA, strict=True), ("json_schema", SCHEMA, "response_format")),
         ({"guided_json": SCHEMA}, ("json_schema", SCHEMA, "guided_json")),
         ({"guided_json": json.dumps(SCHEMA)}, ("json_schema", SCHEMA, "guided_json")),
         ({"guided_regex": "a+"}, ("regex", "a+", "guided_regex")),
@@ -440,6 +457,54 @@ def test_penalties_without_a_context_size_look_at_the_whole_output():
     assert (sampling.presence_context_size, sampling.frequency_context_size) == (None, 7)
 
 
-@pytest.mark.parametrize("seed", [0, -1, -(2**70), 10**300])
-def test_a_seed_is_any_integer(seed):
+@pytest.mark.parametrize("seed", [0, -1, -(2**63), 2**63 - 1])
+def test_a_seed_has_64_bits(seed):
     assert chat(seed=seed).seed == seed
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_mlx_lm_servers_default_of_top_logprobs_is_none(make):
+    assert make(top_logprobs=-1).needed_logprobs is None
+    assert make(top_logprobs=-1, logprobs=True).needed_logprobs == 0
+
+
+def test_a_json_schema_needs_no_name():
+    fields = json_schema(schema=SCHEMA)
+    del fields["response_format"]["json_schema"]["name"]
+    assert chat(**fields).rule().value == SCHEMA
+
+
+@pytest.mark.parametrize(("strict", "want"), [(None, False), (False, False), (True, True)])
+def test_what_cannot_be_enforced_is_refused_when_the_request_is_strict(strict, want):
+    assert chat(**json_schema(schema=SCHEMA, strict=strict)).rule().strict == want
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": strict}}
+    assert chat(tools=[tool], tool_choice="required").must_call[0].strict == want
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def test_a_picture_in_a_tools_result_becomes_a_note():
+    parts = [{"type": "text", "text": "Done. "}, PICTURE]
+    result = chat(messages=[{"role": "tool", "tool_call_id": "x", "content": parts}]).messages[0]
+    assert result.as_dict()["content"] == "Done. [image_url omitted: this model reads text only]"
+
+
+CALL = {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_the_older_form_of_a_call_and_its_result():
+    messages = [
+        {"role": "assistant", "content": None, "function_call": CALL},
+        {"role": "function", "name": "f", "content": "2"},
+    ]
+    called, result = (message.as_dict() for message in chat(messages=messages).messages)
+    assert called["tool_calls"] == [{"id": "", "type": "function", "function": CALL}]
+    assert "function_call" not in called
+    assert result == {"role": "tool", "name": "f", "content": "2", "tool_call_id": ""}
+
+
+def test_the_newer_form_of_a_call_wins():
+    newer = [{"id": "x", "type": "function", "function": {"name": "g", "arguments": "{}"}}]
+    message = {"role": "assistant", "tool_calls": newer, "function_call": CALL}
+    assert chat(messages=[message]).messages[0].as_dict()["tool_calls"] == newer

@@ -122,7 +122,9 @@ def test_content_types(content_type: bytes | None, status: int) -> None:
 @pytest.mark.parametrize(("coding", "status"), [(b"identity", 200), (b"", 200), (b"gzip", 415), (b"br, gzip", 415)])
 def test_content_codings(coding: bytes, status: int) -> None:
     with serving() as running:
-        assert running.ask(post(b"/echo", b"{}", b"Content-Encoding: " + coding)).status == status
+        reply = running.ask(post(b"/echo", b"{}", b"Content-Encoding: " + coding))
+        assert reply.status == status
+        assert reply.headers.get("accept-encoding") == (None if status == 200 else "identity")
 
 
 # Failures

@@ -337,7 +337,6 @@ USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {}}
     ({"temperature": "1"}, "temperature"),
     ({"top_p": -1}, "top_p"),
     ({"top_k": -1}, "top_k"),
-    ({"stop_sequences": [""]}, "stop_sequences"),
     ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [5]}, "tools[0]"),

@@ -361,7 +361,7 @@ def test_a_picture_in_a_tool_s_output_is_told_to_the_model(model):
         },
     ]
     model.whole("Hello.", input=given)
-    assert "[tool][input_image: not shown, this model reads text only]" in model.asked()
+    assert "[tool][image omitted: this model reads text only]" in model.asked()
 
 
 # The prompts of a conversation

@@ -204,7 +204,10 @@ def test_the_length_of_an_answer_can_be_fixed(server):
         ({"tools": [TIME], "tool_choice": "required", "regex": "a"}, "regex", "exclude each other"),
         (
             {
-                "tools": [TIME, {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+                "tools": [
+                    TIME,
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}},
+                ],
                 "tool_choice": "required",
             },
             "tools[1].function.parameters",
@@ -365,7 +368,7 @@ def test_a_regex_holds_beside_other_tools_too(server):
         ),
         (
             {
-                "tools": [TIME_FLAT, {"type": "function", "name": "f", "parameters": {"not": {}}}],
+                "tools": [TIME_FLAT, {"type": "function", "name": "f", "parameters": {"not": {}}, "strict": True}],
                 "tool_choice": "required",
             },
             "tools[1].parameters",

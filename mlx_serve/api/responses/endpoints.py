@@ -247,7 +247,7 @@ def _keeper(store: ResponseStore, asked: _Asked) -> Callable[[dict[str, Any]], N
 
 
 def _id(request: RawRequest) -> str:
-    return request.path.removeprefix("/v1").removeprefix("/responses/").partition("/")[0]
+    return request.path.removeprefix("/responses/").partition("/")[0]
 
 
 def _turn(services: Services, request: RawRequest) -> Turn:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
-from mlx_serve.api.fields import Model, Str, fault, refuse
+from mlx_serve.api.fields import Model, Str, fault, omitted, refuse
 
 # The names under which text comes in a part of a message.
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -87,7 +87,7 @@ def _output_part(part: Any) -> str:
         case {"type": "input_text" | "output_text" | "text", "text": str(text)}:
             return text
         case {"type": str(kind)}:
-            return f"[{kind[:80]}: not shown, this model reads text only]"
+            return omitted(kind.removeprefix("input_"))
         case {"stdout": str(out), "stderr": str(err)}:
             return out + err + _outcome(part.get("outcome"))
         case _:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
-from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, refuse
+from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, TopLogprobs, refuse
 from mlx_serve.api.responses.items import Items
 from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
-from mlx_serve.api.schema import MAX_TOOLS, MAX_TOP_LOGPROBS, Effort, Request, effort_options
+from mlx_serve.api.schema import MAX_TOOLS, Effort, Request, effort_options
 from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function, Rule
 
@@ -33,14 +33,14 @@ class Format(Model):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    # The text conforms either way.
-    strict: bool | None = None
+    # What can be enforced is enforced either way; if true, the rest is refused.
+    strict: bool = False
     description: Str | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> Format:
-        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
-            refuse("The type 'json_schema' needs a 'name' and a 'schema'.")
+        if self.type == "json_schema" and self.schema_ is None:
+            refuse("The type 'json_schema' needs a 'schema'.")
         return self
 
     def rule(self) -> Rule | None:
@@ -48,7 +48,7 @@ class Format(Model):
         if self.type == "text":
             return None
         schema = self.schema_ if self.type == "json_schema" else {"type": "object"}
-        return Rule("json_schema", schema, "text.format")
+        return Rule("json_schema", schema, "text.format", strict=self.strict)
 
 
 class TextOptions(Model):
@@ -82,7 +82,7 @@ class ResponseRequest(Request):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    top_logprobs: TopLogprobs = 0
     include: Annotated[list[Str], FailFast()] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[Pairs, AfterValidator(_metadata)] = Field(default_factory=dict)

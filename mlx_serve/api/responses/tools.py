@@ -142,7 +142,8 @@ class Offer:
             if self.tool.format.syntax == "regex":
                 text = {"type": "string", "pattern": f"^(?:{self.tool.format.definition})$"}
                 parameters = {"type": "object", "properties": {INPUT: text}, "required": [INPUT]}
-        return Function(self.alias, parameters, param)
+        strict = self.tool.strict is True if isinstance(self.tool, FunctionTool) else True
+        return Function(self.alias, parameters, param, strict)
 
     def rule(self) -> Rule | None:
         """What its input has to match, if it is a custom tool with a grammar."""
