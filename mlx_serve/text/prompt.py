@@ -135,9 +135,7 @@ def _with_call_ids(found: Formats, messages: Sequence[Message]) -> list[Message]
     return out
 
 
-def _render(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]
-) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]) -> str:
     """The first rendering that the template takes. Clients read what it says of the messages as they are."""
     refusal: ApiError | None = None
     tried: list[Any] = []

@@ -346,6 +346,17 @@ def test_models_are_listed_and_found(server):
     assert server.request("GET", "/v1/models/fake")[2] == model
 
 
+@pytest.mark.parametrize("path", ["/v1/models/", "/v1//models", "/models/", "/v1//models//", "//v1/models"])
+def test_slashes_that_joined_urls_leave_are_harmless(server, path):
+    assert server.request("GET", path)[2] == server.request("GET", "/v1/models")[2]
+    assert server.request("GET", path.rstrip("/") + "/fake")[2]["id"] == "fake"
+
+
+def test_a_doubled_slash_changes_nothing_about_a_route(server):
+    assert server.request("POST", "/v1//messages", {})[2]["type"] == "error"
+    assert server.request("GET", "//")[0] == server.request("GET", "/v1/")[0] == 404
+
+
 @pytest.mark.parametrize("name", ["fake", "default_model", None])
 def test_the_default_model_has_several_names(server, name):
     assert server.chat(model=name)[2]["model"] == "fake"
