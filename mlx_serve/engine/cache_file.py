@@ -20,11 +20,15 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 T = TypeVar("T")
 
 TOKEN_BYTES = 4
-# The last digit is the format's version; a file of another one is as good as damaged.
-_MAGIC = b"MLXKV\0\0\1"
+# The last digit is the format's version; a file of another one is as good as damaged. What wrote version 1 could file
+# a cache under another prompt's tokens.
+_MAGIC = b"MLXKV\0\0\2"
 _SIZES = struct.Struct("<8sIIQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 4 * 2**20
@@ -53,6 +57,11 @@ def to_key(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "little":
         ids.byteswap()
     return ids.tobytes()
+
+
+def from_key(key: bytes) -> NDArray[np.int64]:
+    """The token ids of a key."""
+    return np.frombuffer(key, dtype=">u4").astype(np.int64)
 
 
 def head(header: Header) -> bytes:

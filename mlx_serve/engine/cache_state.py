@@ -1,37 +1,22 @@
 """mlx-lm's cache objects taken apart into plain data and bytes, and put together again.
 
-Worker thread only. Knows the kinds of caches that mlx-lm 0.32 has and takes no other: a file can't name a class of its
-own choice. Knows no file.
+Worker thread only. Takes the kinds of cache_kinds.py and no other: a file can't name a class of its own choice. Knows
+no file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from math import prod
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    ChunkedKVCache,
-    ConcatenateKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from mlx_serve.engine.cache_file import DamagedFileError
+from mlx_serve.engine.cache_kinds import KINDS, bare_state
 
-_KINDS = {
-    kind.__name__: kind
-    for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
-}
-# Those whose tokens stand in their order, from the first one on, if they can be trimmed.
-_GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 # numpy has no bfloat16: its bits travel as integers.
 _DTYPES = {
     "bool": (mx.bool_, np.bool_),
@@ -53,21 +38,6 @@ _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 class UnknownStateError(Exception):
     """A cache that can't be put into a file; the text says which kind of thing is in the way."""
-
-
-def can_trim(cache: Sequence[Any]) -> bool:
-    """Whether the cache can be cut back to any number of its tokens."""
-    return all(_can_trim(layer) for layer in cache)
-
-
-def cut_back(cache: list[Any], n_tokens: int) -> None:
-    """Take the last ``n_tokens`` off a copy of a cache (if any, it must trim), and what room there is behind the rest.
-
-    mlx-lm keeps that room, and the first write to what is shared would copy all of it. ConcatenateKVCache even keeps
-    what was in it, and adds the next tokens behind that.
-    """
-    trim_prompt_cache(cache, n_tokens)
-    _give_room_back(cache)
 
 
 def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
@@ -95,39 +65,13 @@ def put_together(layout: list[Any], take: Callable[[int], bytearray]) -> list[An
         raise DamagedFileError(f"its layout can't be read: {error!r}") from error
 
 
-def _can_trim(layer: Any) -> bool:
-    if isinstance(layer, CacheList):
-        return can_trim(layer.caches)
-    if isinstance(layer, ChunkedKVCache):
-        # It says that it can be trimmed, but what lies before its start is gone.
-        return bool(layer.start_position == 0)
-    return bool(layer.is_trimmable())
-
-
-def _give_room_back(cache: Sequence[Any]) -> None:
-    for layer in cache:
-        if isinstance(layer, CacheList):
-            _give_room_back(layer.caches)
-        elif isinstance(layer, _GROWING) and not layer.empty():
-            layer.keys, layer.values = _bare_state(layer)[:2]
-
-
 def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:
     name = type(layer).__name__
     if type(layer) is CacheList:
         return {"kind": name, "caches": [_layer_node(part, arrays) for part in layer.caches]}
-    if _KINDS.get(name) is not type(layer):
+    if KINDS.get(name) is not type(layer):
         raise UnknownStateError(f"a cache of the kind {name}")
-    return {"kind": name, "state": _node(_bare_state(layer), arrays)}
-
-
-def _bare_state(layer: Any) -> Any:
-    """The state with keys and values cut to what is in them."""
-    if isinstance(layer, ArraysCache) or layer.empty():
-        return layer.state
-    if isinstance(layer, ConcatenateKVCache):
-        return tuple(array[..., : layer.offset, :] for array in layer.state)
-    return (*layer.keys_and_values(), *islice(layer.state, 2, None))
+    return {"kind": name, "state": _node(bare_state(layer), arrays)}
 
 
 def _node(value: Any, arrays: list[mx.array]) -> dict[str, Any]:
@@ -147,7 +91,7 @@ def _node(value: Any, arrays: list[mx.array]) -> dict[str, Any]:
 def _layer(node: dict[str, Any], take: Callable[[int], bytearray]) -> Any:
     if node["kind"] == CacheList.__name__:
         return CacheList(*(_layer(part, take) for part in node["caches"]))
-    kind = _KINDS[node["kind"]]
+    kind = KINDS[node["kind"]]
     state = _value(node["state"], take)
     if kind is ConcatenateKVCache and state[0] is None:
         # Its own state setter can't take what its state is before the first token.

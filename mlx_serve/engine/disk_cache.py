@@ -15,7 +15,10 @@ from typing import Any
 
 from mlx_serve.engine import cache_file, cache_state
 from mlx_serve.engine.cache_file import DamagedFileError, Header
+from mlx_serve.engine.cache_index import Entry
+from mlx_serve.engine.cache_kinds import can_trim
 from mlx_serve.engine.cache_store import CacheStore
+from mlx_serve.engine.prefix_cache import Found
 
 log = logging.getLogger(__name__)
 
@@ -62,23 +65,22 @@ class DiskTier:
         self._refused = False
 
     def covers(self, tokens: Sequence[int], *, trimmable: bool) -> int:
-        """How many leading tokens the best file could give, by the index alone.
+        """How many leading tokens the best file could give now."""
+        found = self._store.find(self._identity, cache_file.to_key(tokens), trimmable=trimmable)
+        return found[1] if found is not None else 0
+
+    def find(self, tokens: Sequence[int], *, trimmable: bool) -> Found | None:
+        """The file that gives most leading tokens of a prompt, by the index alone.
 
         Of a cache that can be cut back (``trimmable`` says that this model's can, the file that its own still could)
         the longest common prefix counts; of another one all its tokens or none.
         """
         found = self._store.find(self._identity, cache_file.to_key(tokens), trimmable=trimmable)
-        return found[1] if found is not None else 0
+        return Found(found[1], cache_file.from_key(found[0].key), found[0]) if found is not None else None
 
-    def load(self, tokens: Sequence[int], *, trimmable: bool) -> tuple[list[Any], int] | None:
-        """That file's whole cache, and how many tokens are in it: more than ``covers`` said when it is to be cut back.
-
-        None when there is no such file (any more), or when it is damaged.
-        """
-        found = self._store.find(self._identity, cache_file.to_key(tokens), trimmable=trimmable)
-        if found is None:
-            return None
-        entry, _ = found
+    def load(self, found: Found) -> list[Any] | None:
+        """That file's whole cache; None when the file is gone by now, or damaged."""
+        entry: Entry = found.file
 
         def decode(header: Header, take: Callable[[int], bytearray]) -> list[Any]:
             if (header.identity, header.key) != (entry.identity, entry.key):
@@ -86,11 +88,10 @@ class DiskTier:
             return cache_state.put_together(header.layout, take)
 
         try:
-            cache = self._store.read(entry, decode)
+            return self._store.read(entry, decode)
         except _NO_MEMORY as error:
             log.warning("prompt cache: a cache of %d bytes is not loaded: %r", entry.size, error)
             return None
-        return (cache, entry.n_tokens) if cache is not None else None
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
         """Have the writer keep ``cache``, which holds exactly ``tokens`` and is evaluated.
@@ -101,7 +102,7 @@ class DiskTier:
         if self._refused or not tokens:
             return
         key = cache_file.to_key(tokens)
-        trimmable = cache_state.can_trim(cache)
+        trimmable = can_trim(cache)
         if self._store.covers(self._store.entry(self._identity, key, trimmable=trimmable)):
             return
         try:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from mlx_serve.core import Event, Job
+from mlx_serve.core import Event, Failed, Job, internal_error
 from mlx_serve.engine.choice import Loaded
+from mlx_serve.engine.distributed import ALIKE
 from mlx_serve.engine.prefill_budget import StepPlan
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# MLX's words for a buffer that can't be had, and for whatever else goes wrong while a pass is computed.
+_OF_MLX = (MemoryError, RuntimeError)
 
 
 class LoadedBackend:
@@ -33,6 +43,21 @@ class LoadedBackend:
     def shrink_cache(self, max_bytes: int) -> None:
         """Give up kept prefixes."""
         self._loaded.prefix_cache.shrink(max_bytes)
+
+    def attempt(self, job: Job, work: Callable[[], T]) -> T | Failed:
+        """What ``work`` gives, which runs the prompt of one job alone: when it raises, that job fails and no other.
+
+        With several ranks that holds only for what all of them raise alike; the rest goes on up, and ends them.
+        """
+        own = ALIKE if self._loaded.agree is not None else (*ALIKE, *_OF_MLX)
+        try:
+            return work()
+        except own as error:
+            log.exception("a prompt could not be run through the model")
+            if isinstance(error, _OF_MLX):
+                # Memory may be what was wanting.
+                self.shrink_cache(0)
+            return Failed(job.index, internal_error())
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """Go on with all jobs: a token of each that decodes, and about ``gap_s`` seconds of prefill."""

@@ -21,13 +21,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
-from mlx_serve.engine.cache_state import cut_back
+from mlx_serve.engine.cache_kinds import cut_back
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.loaded_backend import LoadedBackend
 from mlx_serve.engine.prefill import prefill
 from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
-from mlx_serve.engine.prefix_cache import Ids, as_ids, common
+from mlx_serve.engine.prefix_cache import Ids, as_ids, common, is_whole
 from mlx_serve.engine.scoring import Scoring
 
 # What another's prefill must give more than what is there already, to be waited for.
@@ -194,6 +194,17 @@ class BatchBackend(LoadedBackend):
         return best, best_n
 
     def _feed(self, prompt: _Sequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
+        """Up to ``n_tokens`` more of a prompt; gives how many it were. A prompt that fails leaves, alone."""
+        job = prompt.choice.job
+        n_fed = self.attempt(job, lambda: self._advance(prompt, n_tokens, events))
+        if not isinstance(n_fed, Failed):
+            return n_fed
+        self._prompts.remove(prompt)
+        prompt.cache = None
+        events.append((job, n_fed))
+        return 0
+
+    def _advance(self, prompt: _Sequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Up to ``n_tokens`` more of a prompt; gives how many it were. Its last token is left for the generator."""
         cache = prompt.cache
         if cache is None:
@@ -218,10 +229,8 @@ class BatchBackend(LoadedBackend):
 
     def _begin(self, prompt: _Sequence) -> list[Any]:
         """Give a prompt its cache, with what is there of it already."""
-        cache: list[Any] | None
-        if prompt.donor is not None:
-            cache = self._share(prompt.donor, prompt.n_done)
-        else:
+        cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
+        if cache is None:
             cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
@@ -232,8 +241,8 @@ class BatchBackend(LoadedBackend):
         prompt.marks = self._marks(prompt)
         return cache
 
-    def _share(self, donor: _Sequence, n_tokens: int) -> list[Any]:
-        """A copy of the first tokens of a running sequence's cache."""
+    def _share(self, donor: _Sequence, n_tokens: int) -> list[Any] | None:
+        """A copy of the first tokens of a running sequence's cache; None when that is not what it should be."""
         cache, n_held = donor.cache, donor.n_done
         if cache is None:
             cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
@@ -241,7 +250,7 @@ class BatchBackend(LoadedBackend):
         # The donor's own, while it is prefilled or has not decoded yet. The arrays are shared until one side writes.
         shared = copy.deepcopy(cache)
         cut_back(shared, n_held - n_tokens)
-        return shared
+        return shared if is_whole(shared, n_tokens) else None
 
     def _marks(self, prompt: _Sequence) -> list[int]:
         """Where to keep a copy on the way, of caches that cannot be cut back later.
@@ -297,9 +306,12 @@ class BatchBackend(LoadedBackend):
         scoring = self._scoring[0]
         job = scoring.choice.job
         started_s = time.perf_counter()
-        n_scored = scoring.step(n_tokens)
+        n_scored = self.attempt(job, lambda: scoring.step(n_tokens))
         # Its speed is not a prefill's: logits are computed too.
         self._budget.note(0, time.perf_counter() - started_s)
+        if isinstance(n_scored, Failed):
+            self._scoring.pop(0)
+            return [(job, n_scored)]
         if n_scored and scoring.n_left:
             return []
         self._scoring.pop(0)
@@ -315,7 +327,10 @@ class BatchBackend(LoadedBackend):
         """
         embedding = self._embedding[0]
         started_s = time.perf_counter()
-        events = embedding.step(n_tokens)
+        events = self.attempt(embedding.job, lambda: embedding.step(n_tokens))
+        if isinstance(events, Failed):
+            self._embedding.popleft()
+            return [(embedding.job, events)]
         # What was not cut short here tells more about the overhead than about the speed.
         n_noted = n_tokens if embedding.n_taken == n_tokens else 0
         self._budget.note(n_noted, time.perf_counter() - started_s)

@@ -7,6 +7,7 @@ second for a prompt of 30,000 tokens, while every stream waits (docs/decisions.m
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -16,7 +17,9 @@ import numpy as np
 from mlx_lm.models.cache import trim_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_serve.engine.cache_state import can_trim, cut_back
+from mlx_serve.engine.cache_kinds import can_trim, cut_back, holds
+
+log = logging.getLogger(__name__)
 
 Ids: TypeAlias = NDArray[np.int64]
 
@@ -26,14 +29,26 @@ MIN_TOKENS = 16
 _MIN_FROM_DISK = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file whose first ``n_tokens`` tokens are a prompt's; ``held`` are all of its tokens, ``file`` is the tier's."""
+
+    n_tokens: int
+    held: Ids
+    file: Any
+
+
 class Tier(Protocol):
     """Where prefixes go that should outlive the process."""
 
     def covers(self, tokens: Sequence[int], *, trimmable: bool) -> int:
-        """How many leading tokens of a prompt the best file could give."""
+        """How many leading tokens of a prompt the best file could give now."""
 
-    def load(self, tokens: Sequence[int], *, trimmable: bool) -> tuple[list[Any], int] | None:
-        """That file's cache, whole, and how many tokens it holds; None when it can't be read."""
+    def find(self, tokens: Sequence[int], *, trimmable: bool) -> Found | None:
+        """The file that gives most leading tokens of a prompt."""
+
+    def load(self, found: Found) -> list[Any] | None:
+        """That very file's cache, with all tokens that it holds; None when it can't be read any more."""
 
     def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
         """Keep a cache, soon."""
@@ -61,7 +76,8 @@ def common(a: Ids, b: Ids) -> int:
 class PrefixCache:
     """At most ``max_sequences`` caches and ``max_bytes`` bytes, the least recently used given up first.
 
-    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is.
+    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is taken in and
+    lent only when its length is that of its tokens: one of another length would give wrong tokens, silently.
     """
 
     def __init__(
@@ -88,13 +104,16 @@ class PrefixCache:
     def covers(self, ids: Ids) -> int:
         """How many leading tokens of a prompt ``fetch`` would give: always fewer than all, for mlx-lm needs one."""
         n = self._best(ids)[1]
-        return max(n, self._on_disk(ids, n))
+        if self._tier is None:
+            return n
+        n_on_disk = self._tier.covers(ids[:-1].tolist(), trimmable=self._trimmable)
+        return n_on_disk if _is_worth_reading(n_on_disk, n) else n
 
     def fetch(self, ids: Ids) -> tuple[list[Any] | None, int]:
         """A copy of the best cache for a prompt, and how many of its tokens it covers."""
         entry, n = self._best(ids)
-        if n_on_disk := self._on_disk(ids, n):
-            self._read(ids, n_on_disk)
+        if (found := self._on_disk(ids, n)) is not None:
+            self._read(ids, found)
             entry, n = self._best(ids)
         if entry is None:
             return None, 0
@@ -102,6 +121,9 @@ class PrefixCache:
         # The arrays are shared until one side writes.
         cache = copy.deepcopy(entry.cache)
         cut_back(cache, len(entry.ids) - n)
+        if not is_whole(cache, n):
+            self._drop(entry)
+            return self.fetch(ids)
         return cache, n
 
     def store(self, ids: Ids, cache: list[Any]) -> None:
@@ -110,7 +132,7 @@ class PrefixCache:
             return
         # Unevaluated, it would be a view that keeps the whole batch's memory alive.
         mx.eval([layer.state for layer in cache])
-        if self._add(ids, cache) and self._tier is not None:
+        if is_whole(cache, len(ids)) and self._add(ids, cache) and self._tier is not None:
             self._tier.save(ids.tolist(), cache)
 
     def shrink(self, max_bytes: int) -> None:
@@ -165,19 +187,32 @@ class PrefixCache:
         self.n_bytes -= entry.n_bytes
         self.version += 1
 
-    def _on_disk(self, ids: Ids, n_in_memory: int) -> int:
-        """What a file gives, when that is so much more that it is worth reading; else 0."""
+    def _on_disk(self, ids: Ids, n_in_memory: int) -> Found | None:
+        """The best file, when it gives so much more than memory that it is worth reading."""
         if self._tier is None:
-            return 0
-        n = self._tier.covers(ids[:-1].tolist(), trimmable=self._trimmable)
-        return n if n >= n_in_memory + _MIN_FROM_DISK else 0
+            return None
+        found = self._tier.find(ids[:-1].tolist(), trimmable=self._trimmable)
+        return found if found is not None and _is_worth_reading(found.n_tokens, n_in_memory) else None
 
-    def _read(self, ids: Ids, n: int) -> None:
+    def _read(self, ids: Ids, found: Found) -> None:
+        """Take what a file gives into memory."""
         assert self._tier is not None
-        found = self._tier.load(ids[:-1].tolist(), trimmable=self._trimmable)
-        if found is None:
+        n, n_held = found.n_tokens, len(found.held)
+        cache = self._tier.load(found)
+        if cache is None or not is_whole(cache, n_held) or common(found.held, ids) < n:
             return
-        cache, n_tokens = found
-        if n_tokens > n:
-            trim_prompt_cache(cache, n_tokens - n)
+        if n_held > n:
+            trim_prompt_cache(cache, n_held - n)
         self._add(ids[:n], cache)
+
+
+def _is_worth_reading(n_on_disk: int, n_in_memory: int) -> bool:
+    return n_on_disk >= n_in_memory + _MIN_FROM_DISK
+
+
+def is_whole(cache: list[Any], n_tokens: int) -> bool:
+    """Whether a cache holds its tokens. A no is a fault of ours: it costs a prefill, and is logged."""
+    if holds(cache, n_tokens):
+        return True
+    log.error("a KV cache is not reused: it does not hold the %d tokens that it should", n_tokens)
+    return False

@@ -100,7 +100,10 @@ class SingleBackend(LoadedBackend):
         if running.scoring is not None:
             return events + self._score(running, running.scoring, n_tokens)
         if running.n_left > 1:
-            self._prefill(running, n_tokens)
+            failed = self.attempt(running.choice.job, lambda: self._prefill(running, n_tokens))
+            if failed is not None:
+                self.remove([running.choice.job])
+                events.append((running.choice.job, failed))
             return events
         return [*events, self._decode(running)]
 
@@ -137,9 +140,13 @@ class SingleBackend(LoadedBackend):
         return cache, n_cached
 
     def _score(self, running: _Running, scoring: Scoring, n_tokens: int) -> list[tuple[Job, Event]]:
-        if scoring.step(n_tokens) and scoring.n_left:
-            return []
         job = running.choice.job
+        n_scored = self.attempt(job, lambda: scoring.step(n_tokens))
+        if isinstance(n_scored, Failed):
+            self.remove([job])
+            return [(job, n_scored)]
+        if n_scored and scoring.n_left:
+            return []
         running.n_done = len(running.tokens) - 1
         running.scoring = None
         if self._loaded.draft_model is not None:
@@ -152,7 +159,10 @@ class SingleBackend(LoadedBackend):
 
     def _embed(self, embedding: Embedding, n_tokens: int) -> list[tuple[Job, Event]]:
         started_s = time.perf_counter()
-        events = embedding.step(n_tokens)
+        events = self.attempt(embedding.job, lambda: embedding.step(n_tokens))
+        if isinstance(events, Failed):
+            self._embedding = None
+            return [(embedding.job, events)]
         if embedding.n_taken == n_tokens:
             self._budget.note(n_tokens, time.perf_counter() - started_s)
         if any(map(is_last, events)):

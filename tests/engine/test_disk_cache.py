@@ -25,6 +25,7 @@ from tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 from mlx_serve.engine import cache_file, cache_state
 from mlx_serve.engine.cache_file import DamagedFileError, Header
 from mlx_serve.engine.disk_cache import DiskCache, model_identity
+from mlx_serve.engine.prefix_cache import PrefixCache, as_ids
 
 LONG_S = 60
 PROMPT = list(range(100, 140))
@@ -52,13 +53,20 @@ def through_disk(open_disk):
         disk.tier("m").save(tokens, cache)
         disk.close(LONG_S)
         disk = open_disk()
-        loaded = disk.tier("m").load(tokens, trimmable=False)
+        loaded = load(disk.tier("m"), tokens, trimmable=False)
         disk.close(LONG_S)
         assert loaded is not None
-        assert loaded[1] == len(tokens)
+        assert loaded[1] == list(tokens)
         return loaded[0]
 
     return there_and_back
+
+
+def load(tier, tokens, *, trimmable=True):
+    """The best file's cache, and the tokens that it holds."""
+    found = tier.find(tokens, trimmable=trimmable)
+    cache = tier.load(found) if found is not None else None
+    return (cache, found.held.tolist()) if cache is not None else None
 
 
 def fill(cache, n, *, dtype=mx.float32, seed=0, n_heads=2, width=32):
@@ -271,8 +279,9 @@ def test_a_cache_can_be_cut_back_to_what_another_prompt_shares(open_disk):
     tier = disk.tier("m")
     assert tier.covers(other, trimmable=False) == 0
     assert tier.covers(other, trimmable=True) == 25
-    back, n = tier.load(other, trimmable=True)
-    trim_prompt_cache(back, n - 25)
+    back, held = load(tier, other)
+    assert held == PROMPT
+    trim_prompt_cache(back, len(held) - 25)
     assert generate(model, other[25:], back, 10) == generate(model, other, make_prompt_cache(model), 10)
 
 
@@ -307,8 +316,31 @@ def test_any_string_names_a_model(open_disk, identity):
     disk.tier(identity).save([1, 2], [CACHES["kv"]()])
     disk.close(LONG_S)
     disk = open_disk()
-    assert disk.tier(identity).load([1, 2], trimmable=True) is not None
-    assert disk.tier(identity + "x").load([1, 2], trimmable=True) is None
+    assert load(disk.tier(identity), [1, 2]) is not None
+    assert load(disk.tier(identity + "x"), [1, 2]) is None
+
+
+def test_a_file_that_goes_between_search_and_read_is_not_replaced_by_another(open_disk):
+    disk = open_disk()
+    tier = disk.tier("m")
+    best, other = list(range(300)), [*range(200), *range(900, 1200)]
+    for tokens in (best, other):
+        tier.save(tokens, [filled(KVCache(), len(tokens))])
+    assert disk.flush(LONG_S)
+    cache = PrefixCache(10, None, tier=tier)
+    find = tier.find
+
+    def find_and_lose(tokens, *, trimmable):
+        found = find(tokens, trimmable=trimmable)
+        disk._store._remove(found.file)
+        return found
+
+    tier.find = find_and_lose
+    prompt = as_ids([*best, 5])
+    assert cache.covers(prompt) == 300
+    assert cache.fetch(prompt) == (None, 0)
+    tier.find = find
+    assert cache.fetch(prompt)[1] == 200
 
 
 def test_models_do_not_see_each_other_s_files(open_disk):
@@ -316,7 +348,7 @@ def test_models_do_not_see_each_other_s_files(open_disk):
     disk.tier("a").save([1, 2], [CACHES["kv"]()])
     assert disk.flush(LONG_S)
     assert disk.tier("b").covers([1, 2], trimmable=True) == 0
-    assert disk.tier("b").load([1, 2], trimmable=True) is None
+    assert load(disk.tier("b"), [1, 2]) is None
     assert disk.tier("a").covers([1, 2], trimmable=True) == 2
 
 
@@ -327,7 +359,7 @@ def test_a_file_put_in_another_one_s_place_is_not_taken_for_it(open_disk, tmp_pa
     assert disk.flush(LONG_S)
     first, second = sorted((tmp_path / "c").glob("*.kv"))
     second.write_bytes(first.read_bytes())
-    assert sorted(disk.tier(i).load([1, 2], trimmable=True) is None for i in ("a", "b")) == [False, True]
+    assert sorted(load(disk.tier(i), [1, 2]) is None for i in ("a", "b")) == [False, True]
     assert disk.counts()["damaged"] == 1
 
 
@@ -361,9 +393,9 @@ def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monke
     assert disk.flush(LONG_S)
     with monkeypatch.context() as patch:
         patch.setattr(cache_state, "put_together", no_memory)
-        assert tier.load([1, 2], trimmable=True) is None
+        assert load(tier, [1, 2]) is None
     assert "not loaded" in caplog.text
-    assert tier.load([1, 2], trimmable=True) is not None
+    assert load(tier, [1, 2]) is not None
 
 
 def test_a_layout_over_the_limit_of_headers_is_not_kept(open_disk, monkeypatch, caplog):
@@ -383,7 +415,7 @@ def test_the_thread_that_decodes_is_not_the_one_that_starts(open_disk):
         cache = CACHES["kv"]()
         tier.save([1, 2], [cache])
         assert disk.flush(LONG_S)
-        (back,), _ = tier.load([1, 2], trimmable=True)
+        (back,), _ = load(tier, [1, 2])
         return bare(back) == bare(cache)
 
     with ThreadPoolExecutor(1) as pool:

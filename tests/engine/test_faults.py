@@ -1,12 +1,13 @@
 """A fault at any place of the engine concerns its own requests: the others, and the next ones, are served."""
 
+from dataclasses import replace
 from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
 from tinymodel import loaded, tiny_llama, tokens_of, write_model
 
-from mlx_serve.core import ApiError, Job, Prompt, Sampling
+from mlx_serve.core import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine import choice
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import FakeModels
@@ -84,6 +85,61 @@ def test_a_model_call_that_raises_fails_what_was_running_and_nothing_after_it(ru
     assert scheduler.health().status == "ok"
 
 
+PROMPTS_OF = {"plain": {}, "scored": {"prompt_logprobs": 1}}
+
+
+@pytest.mark.parametrize("kind", [*PROMPTS_OF, "embedded"])
+@pytest.mark.parametrize("fault", [RuntimeError("[metal::malloc] too large"), MemoryError(), ValueError("shapes")])
+def test_a_prompt_that_cannot_be_prefilled_fails_alone(kind, fault):
+    model = OnCue(tiny_llama())
+    backend = BatchBackend(loaded(model), BatchOptions())
+    good = job(PROMPT, 30)
+    backend.insert(good)
+    tokens, failed = [], {}
+
+    def step():
+        for who, event in backend.step(0.2):
+            if isinstance(event, TokenEvent) and who is good:
+                tokens.append(event.token)
+            elif isinstance(event, Failed):
+                failed[who] = event.error.status
+
+    while not tokens:
+        step()
+    inputs = Inputs(((1, 2, 3),)) if kind == "embedded" else None
+    bad = job(PROMPT[::-1], **PROMPTS_OF.get(kind, {}))
+    bad.inputs = inputs
+    backend._embedder.__dict__["trunk"] = OnCue(model.model.model)
+    backend.insert(bad)
+    (backend._embedder.trunk if kind == "embedded" else model).fault = fault
+    while bad not in failed:
+        step()
+    assert failed == {bad: 500}
+    while len(tokens) < 30:
+        step()
+    alone = BatchBackend(loaded(tiny_llama()), BatchOptions())
+    again = job(PROMPT, 30)
+    alone.insert(again)
+    want = []
+    while len(want) < 30:
+        want += [event.token for _, event in alone.step(0.2) if isinstance(event, TokenEvent)]
+    assert tokens == want
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("a rank is gone"), ValueError("shapes")])
+def test_with_several_ranks_only_what_all_of_them_raise_fails_one_prompt(fault):
+    model = OnCue(tiny_llama())
+    backend = BatchBackend(replace(loaded(model), agree=lambda sampler: sampler), BatchOptions())
+    bad = job(PROMPT)
+    backend.insert(bad)
+    model.fault = fault
+    if isinstance(fault, RuntimeError):
+        with pytest.raises(RuntimeError):
+            backend.step(0.2)
+    else:
+        assert [type(event) for _, event in backend.step(0.2)] == [Started, Failed]
+
+
 def test_a_logits_processor_that_raises_fails_its_own_job(running, monkeypatch):
     make = choice.make_processors
 
@@ -152,8 +208,6 @@ def test_a_model_larger_than_the_budget_is_refused_and_nothing_is_unloaded(runni
 
 
 def test_a_batch_within_its_budget_is_admitted_as_memory_allows(running):
-    from dataclasses import replace
-
     from mlx_serve.engine.kv_size import measure
 
     model = tiny_llama()

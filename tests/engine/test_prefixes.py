@@ -11,11 +11,11 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, mak
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
-from mlx_serve.engine.cache_state import cut_back
+from mlx_serve.engine.cache_kinds import cut_back
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.prefill_budget import StepPlan
-from mlx_serve.engine.prefix_cache import PrefixCache, as_ids, common
+from mlx_serve.engine.prefix_cache import Found, PrefixCache, as_ids, common
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 
 GAP_S = 0.2
@@ -450,8 +450,11 @@ class Disk:
     def covers(self, tokens, *, trimmable):
         return common(ids(tokens), ids(self.tokens))
 
-    def load(self, tokens, *, trimmable):
-        return (self.cache, len(self.tokens)) if self.cache is not None else None
+    def find(self, tokens, *, trimmable):
+        return Found(self.covers(tokens, trimmable=trimmable), ids(self.tokens), None)
+
+    def load(self, found):
+        return self.cache
 
     def save(self, tokens, cache):
         self.saved.append(tokens)
@@ -469,6 +472,63 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
     assert tier.saved == [C]
     gone = PrefixCache(10, None, tier=Disk([*A * 10], None))
     assert gone.fetch(prompt) == (None, 0)
+
+
+def counted(tokens):
+    """A cache of one layer that says of which tokens it is."""
+    layer = KVCache()
+    numbers = mx.array(tokens, dtype=mx.float32)[None, None, :, None]
+    layer.update_and_fetch(numbers, numbers)
+    return [layer]
+
+
+def test_a_cache_that_is_not_as_long_as_its_tokens_is_not_kept(caplog):
+    cache = PrefixCache(10, None, tier=Disk([], None))
+    cache.store(ids(A, B), counted([*A, *B[:-1]]))
+    assert (len(cache), cache._tier.saved) == (0, [])
+    cache.store(ids(A, B), counted([*A, *B]))
+    assert (len(cache), cache._tier.saved) == (1, [[*A, *B]])
+    assert "does not hold the 40 tokens" in caplog.text
+
+
+def test_a_cache_that_has_changed_its_length_is_not_lent():
+    cache = PrefixCache(10, None)
+    cache.store(ids(A), counted(A))
+    cache.store(ids(A, B), counted([*A, *B]))
+    cache.store(ids(C), counted(C))
+    cache._entries[0].cache[0].offset -= 1
+    assert cache.fetch(ids(A, B, [9])) == (None, 0)
+    assert [n for _, n in (cache.fetch(ids(A, B, [9])), cache.fetch(ids(C, [9])))] == [0, 20]
+
+
+@pytest.mark.parametrize("held", [[*A * 8, *B], [*A * 9, *B]])
+def test_of_a_file_only_a_prefix_of_the_prompt_is_taken(held):
+    class Other(Disk):
+        """Says that a file gives more than it does."""
+
+        def find(self, tokens, *, trimmable):
+            return Found(180, ids(self.tokens), None)
+
+    right = held[:180] == A * 9
+    cache = PrefixCache(10, None, tier=Other(held, counted(held)))
+    lent, n = cache.fetch(ids(A * 9, C))
+    assert n == (180 if right else 0)
+    if lent is not None:
+        assert lent[0].keys_and_values()[0].flatten().tolist() == held[:180]
+    short = PrefixCache(10, None, tier=Other(held, counted(held[:-1])))
+    assert short.fetch(ids(A * 9, C)) == (None, 0)
+
+
+def test_of_a_running_sequence_whose_cache_is_not_as_it_should_be_nothing_is_shared(model):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    first, second = job([*SYSTEM, 1]), job([*SYSTEM, 2])
+    seen.backend.insert(first)
+    seen.step(StepPlan(80, decodes=False))
+    seen.backend._prompts[0].n_done -= 3
+    seen.backend.insert(second)
+    while second not in seen.cached:
+        seen.step(StepPlan(1, decodes=False))
+    assert seen.cached[second] == 0
 
 
 def test_the_size_of_a_kv_cache_is_what_mlx_lm_makes_of_it(model):

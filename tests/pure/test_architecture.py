@@ -46,6 +46,7 @@ MAY_IMPORT_MLX = {
     "engine/scoring.py",
     "engine/embedding.py",
     "engine/single_backend.py",
+    "engine/cache_kinds.py",
     "engine/cache_state.py",
     "engine/disk_cache.py",
     "engine/models.py",
