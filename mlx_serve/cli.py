@@ -296,6 +296,7 @@ def services(
         started=started,
         check_grammar=models.check_grammar,
         max_queue=settings.max_queue,
+        max_json_values=settings.max_json_values,
         page=page.files() if settings.ui else {},
         version=__version__,
         responses=ResponseStore(

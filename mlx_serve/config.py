@@ -173,6 +173,9 @@ class Config:
         parse=size,
         low=1,
     )
+    max_json_values: int = flag(
+        _LIMITS, 2**20, "most values in a JSON body, counted as its brackets and commas", parse=int, low=1024
+    )
     max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
     max_connections: int = flag(_LIMITS, 512, "open connections; beyond it new ones get 503", parse=int, low=1)
     head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)

@@ -22,6 +22,14 @@ GUARD = "\udc00"
 # What control tokens look like, unlike the words and spaces that some vocabularies have among their added tokens.
 TAG = re.compile(r"[<\[|｜].+[>\]|｜]")
 
+# Asked while a text becomes tokens: given the least number of tokens that the text has, it raises what ends the work.
+Check: TypeAlias = Callable[[int], None]
+
+
+def unchecked(n_tokens: int) -> None:
+    """The check of a text that may have any length."""
+
+
 # The logger of the requests' lines, which are formatted as they are written.
 ACCESS_LOG = "mlx_serve.access"
 

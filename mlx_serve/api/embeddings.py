@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from mlx_serve.api.errors import ContextLengthError
+from mlx_serve.api.cost import length_check
 from mlx_serve.api.fields import Inputs, Model, Str
 from mlx_serve.api.generation import ALIVE_EVERY_S
 from mlx_serve.api.render import dumps
@@ -23,6 +23,7 @@ from mlx_serve.api.schema import parse
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.core import (
     ApiError,
+    Check,
     ClientGone,
     Embedded,
     Failed,
@@ -64,7 +65,7 @@ def embeddings(services: Services, request: RawRequest) -> Response:
     """POST /v1/embeddings: a vector of length 1 for each input, in their order."""
     body = parse(EmbeddingRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    tokens = _tokens(services, entry, tokenizer, body.input)
+    tokens = _tokens(services, request, entry, tokenizer, body.input)
     n_tokens = sum(map(len, tokens))
     request.notes.update(model=entry.name, prompt_tokens=n_tokens)
     job = Job(
@@ -81,19 +82,24 @@ def embeddings(services: Services, request: RawRequest) -> Response:
 
 
 def _tokens(
-    services: Services, entry: ModelEntry, tokenizer: Tokenizer, inputs: Sequence[str | list[int]]
+    services: Services,
+    request: RawRequest,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    inputs: Sequence[str | list[int]],
 ) -> tuple[tuple[int, ...], ...]:
     """Each input's token ids. Raises ApiError 400 that says which input is too long or has ids of no token."""
     most, n_total = context_tokens(services, entry), 0
     found: list[tuple[int, ...]] = []
     for i, one in enumerate(inputs):
         param = f"input[{i}]" if len(inputs) > 1 else "input"
-        # Before it is tokenized, which takes many seconds for millions of characters.
-        least = len(one) // tokenizer.max_token_chars if isinstance(one, str) else len(one)
-        _check_length(most, least, n_total + least, param)
-        tokens = text_prompt(tokenizer, one).tokens if isinstance(one, str) else tuple(one)
+        check = _input_check(request, most, n_total, param)
+        if isinstance(one, str):
+            tokens = text_prompt(tokenizer, one, check).tokens
+        else:
+            check(len(one))
+            tokens = tuple(one)
         n_total += len(tokens)
-        _check_length(most, len(tokens), n_total, param)
         if not tokens:
             raise ApiError(400, f"Invalid value for '{param}': The tokenizer makes no token of it.", param=param)
         check_ids(tokens, entry.vocab_size or tokenizer.n_tokens, param)
@@ -101,12 +107,17 @@ def _tokens(
     return tuple(found)
 
 
-def _check_length(most: int | None, n_tokens: int, n_total: int, param: str) -> None:
-    if most is not None and n_tokens > most:
-        raise ContextLengthError(most, n_tokens, param, param)
-    if n_total > MAX_TOTAL_TOKENS:
-        text = f"Invalid value for 'input': At most {MAX_TOTAL_TOKENS} tokens in all inputs together."
-        raise ApiError(400, text, param="input")
+def _input_check(request: RawRequest, most: int | None, n_before: int, param: str) -> Check:
+    """For an input behind others that have ``n_before`` tokens."""
+    check_one = length_check(request, most, param, param)
+
+    def check(n_tokens: int) -> None:
+        check_one(n_tokens)
+        if n_before + n_tokens > MAX_TOTAL_TOKENS:
+            text = f"Invalid value for 'input': At most {MAX_TOTAL_TOKENS} tokens in all inputs together."
+            raise ApiError(400, text, param="input")
+
+    return check
 
 
 def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[bytes]:

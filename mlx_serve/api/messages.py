@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_serve.api import errors, messages_render
+from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.messages_schema import CountRequest, MessagesRequest
 from mlx_serve.api.render import dumps
@@ -18,9 +19,9 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_chat_length,
     compiled_grammar,
     constrain,
+    context_check,
     find_model,
     json_response,
     make_jobs,
@@ -38,7 +39,7 @@ def messages(services: Services, request: RawRequest) -> Response:
     body = parse(MessagesRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
     grammar = compiled_grammar(services, entry, body.rule(), body.must_call)
-    prompt = _prompt(services, entry, tokenizer, body)
+    prompt = _prompt(services, request, entry, tokenizer, body)
     options = OutputOptions(
         tuple(body.stop_sequences),
         tuple(body.offered_tools),
@@ -57,15 +58,18 @@ def count_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/messages/count_tokens: what the same request to /v1/messages would have as its prompt."""
     body = parse(CountRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    return json_response({"input_tokens": len(_prompt(services, entry, tokenizer, body).tokens)})
+    return json_response({"input_tokens": len(_prompt(services, request, entry, tokenizer, body).tokens)})
 
 
-def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: CountRequest) -> Prompt:
-    turns, tools = body.chat_messages, body.offered_tools
-    check_chat_length(services, entry, tokenizer, turns, tools, "messages")
+def _prompt(
+    services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, body: CountRequest
+) -> Prompt:
+    turns = body.chat_messages
+    check = context_check(services, request, entry, "messages")
+    check(n_content_chars(turns) // tokenizer.max_token_chars)
     prefill = turns.pop()["content"] if body.is_prefilled else ""
     options = template_options(services, entry, body.template_options)
-    return chat_prompt(tokenizer, turns, tools=tools, options=options, prefill=prefill)
+    return chat_prompt(tokenizer, turns, tools=body.offered_tools, options=options, prefill=prefill, check=check)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from mlx_serve.api import tools as tool_fields
+from mlx_serve.api.cost import parsing
 from mlx_serve.api.fields import (
     ContextSize,
     Float,
@@ -356,7 +357,8 @@ R = TypeVar("R", bound=Model)
 
 def parse(kind: type[R], body: bytes) -> R:
     """The request that ``body`` holds. Raises ApiError 400."""
-    return validated(kind, read_object(body))
+    with parsing(body):
+        return validated(kind, read_object(body))
 
 
 def validated(kind: type[R], value: dict[str, Any]) -> R:

@@ -5,7 +5,6 @@ Knows the engine, and no dialect: fields and shapes are the callers'.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +12,13 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from mlx_serve.api import errors, render
+from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.core import (
     ApiError,
+    Check,
     ClientGone,
     Event,
     Gate,
@@ -75,6 +76,8 @@ class Services:
     metrics: Metrics = field(default_factory=Metrics)
     # Sequences that may wait; at so many no request more is taken.
     max_queue: int | None = None
+    # The most values that a body's JSON, or a stored conversation's, may have.
+    max_json_values: int = MAX_JSON_VALUES
     # The page's files by path; empty: there is no page.
     page: Mapping[str, Response] = field(default_factory=dict)
     version: str = ""
@@ -218,16 +221,20 @@ def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
         raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
 
 
-def request_prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest) -> Prompt:
+def request_prompt(
+    services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest
+) -> Prompt:
     """The prompt of a chat request. Raises ApiError 400 when it cannot fit, or the template refuses it."""
-    messages, tools = [message.as_dict() for message in body.messages], body.offered_tools
-    check_chat_length(services, entry, tokenizer, messages, tools, "messages")
+    messages = [message.as_dict() for message in body.messages]
+    check = context_check(services, request, entry, "messages")
+    check(n_content_chars(messages) // tokenizer.max_token_chars)
     return chat_prompt(
         tokenizer,
         messages,
-        tools=tools,
+        tools=body.offered_tools,
         options=template_options(services, entry, body.template_options),
         role_mapping=body.role_mapping,
+        check=check,
     )
 
 
@@ -299,32 +306,9 @@ def context_tokens(services: Services, entry: ModelEntry) -> int | None:
     return context_limit(entry, services.max_model_len)
 
 
-def check_length(services: Services, entry: ModelEntry, tokenizer: Tokenizer, n_chars: int, param: str) -> None:
-    """Refuse what can't fit before it is tokenized, which takes many seconds for millions of characters."""
-    most = context_tokens(services, entry)
-    least = n_chars // tokenizer.max_token_chars
-    if most is not None and least > most:
-        raise errors.ContextLengthError(most, least, param)
-
-
-def check_chat_length(
-    services: Services,
-    entry: ModelEntry,
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    param: str,
-) -> None:
-    """The same for all that a chat template is given."""
-    n_chars = sum(map(_n_chars, messages)) + (len(json.dumps(tools, ensure_ascii=False)) if tools else 0)
-    check_length(services, entry, tokenizer, n_chars, param)
-
-
-def _n_chars(message: Mapping[str, Any]) -> int:
-    """How much text is in a message."""
-    texts = [message["content"] or "", message.get("reasoning_content", "")]
-    texts += [call["function"]["arguments"] for call in message.get("tool_calls", ())]
-    return sum(map(len, texts))
+def context_check(services: Services, request: RawRequest, entry: ModelEntry, param: str) -> Check:
+    """Ends the tokenizing of a text that is over the model's context, or whose client has left."""
+    return length_check(request, context_tokens(services, entry), param)
 
 
 def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
+from mlx_serve.api.cost import length_check
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
 from mlx_serve.api.schema import ChatRequest, parse
 from mlx_serve.api.serving import (
     Services,
-    check_length,
     context_tokens,
     find_model,
     json_response,
@@ -26,7 +26,7 @@ from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.guard import Guard
 from mlx_serve.text.tokenizer import Tokenizer
 
-# For models that do not say how long their context is. Longer lists would hold up the decoding of everybody's answers.
+# For models that do not say how long their context is: longer lists would hold up the decoding of everybody's answers.
 MAX_IDS = 2**20
 
 
@@ -51,9 +51,11 @@ def tokenize(services: Services, request: RawRequest) -> Response:
     """POST /tokenize: ``{"tokens": [id, ...]}``, or with pieces ``[{"id", "piece"}, ...]``."""
     body = parse(TokenizeRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    check_length(services, entry, tokenizer, len(body.content), "content")
+    most = context_tokens(services, entry)
+    check = length_check(request, MAX_IDS if most is None else most, "content", "content")
+    check(len(body.content) // tokenizer.max_token_chars)
     text = body.content if body.parse_special else _plain(tokenizer, body.content)
-    ids = tokenizer.encode(text, special=body.add_special)
+    ids = tokenizer.encode(text, special=body.add_special, check=check)
     tokens: list[Any] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if body.with_pieces else list(ids)
     return json_response({"tokens": tokens})
 
@@ -73,7 +75,7 @@ def apply_template(services: Services, request: RawRequest) -> Response:
     """POST /apply-template: ``{"prompt": text}``, what a chat request gives the model."""
     body = parse(ChatRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    prompt = request_prompt(services, entry, tokenizer, body)
+    prompt = request_prompt(services, request, entry, tokenizer, body)
     return json_response({"prompt": tokenizer.decode(prompt.tokens)})
 
 

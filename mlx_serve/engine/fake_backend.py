@@ -12,7 +12,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_serve.core import GUARD, ApiError, Embedded, Event, Failed, Inputs, Job, PromptLogprobs, Started, TokenEvent
+from mlx_serve.core import (
+    GUARD,
+    ApiError,
+    Check,
+    Embedded,
+    Event,
+    Failed,
+    Inputs,
+    Job,
+    PromptLogprobs,
+    Started,
+    TokenEvent,
+    unchecked,
+)
 from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.memory import MemoryUse
@@ -240,10 +253,13 @@ class FakeTokenizer:
         self._words[token] = word
         return token
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, check: Check = unchecked) -> list[int]:
         """The bytes of the text, and control tokens where they are written out and no GUARD is in them."""
+        check(len(text) // self.max_token_chars)
         ids = {control: token for token, control in self.controls.items()}
-        return [token for part in text.split(GUARD) for token in tokens_of(part, ids)]
+        tokens = [token for part in text.split(GUARD) for token in tokens_of(part, ids)]
+        check(len(tokens))
+        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control tokens as their text, the rest as UTF-8."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any
 
 from jinja2 import TemplateError
 
-from mlx_serve.core import GUARD, TAG, ApiError
+from mlx_serve.core import TAG, ApiError, Check, unchecked
+from mlx_serve.engine.encoding import Encoder
 from mlx_serve.engine.errors import one_line
 
 log = logging.getLogger(__name__)
@@ -46,15 +47,15 @@ class MlxTokenizer:
     """mlx-lm's tokenizer as the Tokenizer protocol of ``text``.
 
     Fast tokenizers are not thread-safe, for encoding sets them up anew: hence the locks. Decoding has a copy and a lock
-    of its own: every token of every stream needs it, and must not wait for somebody's long prompt to be encoded.
+    of its own: every token of every stream needs it, and must not wait for anybody's prompt to be encoded.
     """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        self._lock = Lock()
         self._decoder = copy.deepcopy(wrapper._tokenizer)
         self._decoder_lock = Lock()
         self.max_token_chars = max((len(token) for token in wrapper.get_vocab()), default=1)
+        self._encoder = Encoder(self._encode, self._all_tokens, self.max_token_chars)
         self.eos_ids = frozenset(wrapper.eos_token_ids)
         self.n_tokens = len(wrapper)
         self.has_chat_template = bool(wrapper.has_chat_template)
@@ -77,17 +78,13 @@ class MlxTokenizer:
         self._added_ids = frozenset(wrapper.added_tokens_decoder)
         self._byte_level = _is_byte_level(wrapper)
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, check: Check = unchecked) -> list[int]:
         """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token.
 
-        The text is cut at each GUARD, and its parts are encoded one by one.
+        The text is cut at each GUARD, and its parts are encoded one by one. A long text is encoded in pieces;
+        ``check`` is called before the first piece and after each one, and what it raises ends the work.
         """
-        first, *rest = text.split(GUARD)
-        with self._lock:
-            ids = list(self._wrapper.encode(first, add_special_tokens=special))
-            for part in rest:
-                ids += self._wrapper.encode(part, add_special_tokens=False)
-        return ids
+        return self._encoder.encode(text, special=special, check=check)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included."""
@@ -131,6 +128,12 @@ class MlxTokenizer:
         except _PARSER_ERRORS as error:
             raise ValueError(f"malformed tool call: {error}") from error
         return parsed if isinstance(parsed, list) else [parsed]
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self._wrapper.encode(text, add_special_tokens=special))
+
+    def _all_tokens(self) -> Iterator[bytes]:
+        return (self.token_bytes(token) for token in self._wrapper.get_vocab().values())
 
     def _ordinary_markers(self) -> dict[int, str]:
         # Some vocabularies have their markers among the ordinary tokens, where mlx-lm finds them too. If the tokenizer

@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import product, takewhile
 from typing import Any
 
-from mlx_serve.core import ApiError, Prompt
+from mlx_serve.core import ApiError, Check, Prompt, unchecked
 from mlx_serve.text import harmony
 from mlx_serve.text.formats import Formats, formats
 from mlx_serve.text.guard import Guard
@@ -35,12 +35,14 @@ def chat_prompt(
     options: Mapping[str, Any] | None = None,
     role_mapping: Mapping[str, str] | None = None,
     prefill: str = "",
+    check: Check = unchecked,
 ) -> Prompt:
     """The prompt for the assistant's next turn.
 
     ``messages`` have string content. ``options`` go to the chat template. ``prefill`` is the beginning of that turn's
     text, for the model to go on from. Raises ApiError 400 when the template refuses them, also after they were brought
-    into a form that more templates take, and when the model's format has no place for a prefill.
+    into a form that more templates take, and when the model's format has no place for a prefill. ``check`` is told how
+    many tokens the rendered text has at least, before and while it is tokenized; what it raises ends the work.
     """
     found = formats(tokenizer)
     guarded = _guarded(found, messages)
@@ -50,17 +52,20 @@ def chat_prompt(
     if offered and not found.template_has_tools:
         guarded, offered = with_definitions(guarded, offered, found.calls), []
     if not tokenizer.has_chat_template:
-        text = plain_chat(guarded, role_mapping or DEFAULT_ROLE_MAPPING)
+        mapping = role_mapping or DEFAULT_ROLE_MAPPING
+        # A client's mapping is repeated for each message: the text may be far longer than the request.
+        check(n_plain_chars(guarded, mapping) // tokenizer.max_token_chars)
+        text = plain_chat(guarded, mapping)
         text += f" {_guard(tokenizer, is_own=False).text(prefill)}" if prefill else ""
-        return Prompt(tuple(tokenizer.encode(text, special=True)))
+        return Prompt(tuple(tokenizer.encode(text, special=True, check=check)))
     text = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
-    tokens = tokenizer.encode(text, special=False)
+    tokens = tokenizer.encode(text, special=False, check=check)
     if prefill:
-        return Prompt((*tokens, *_begun(found, tokens, prefill)))
+        return Prompt((*tokens, *_begun(found, tokens, prefill, check)))
     return Prompt(tuple(tokens), in_reasoning=found.ends_in_reasoning(tokens))
 
 
-def _begun(found: Formats, tokens: Sequence[int], text: str) -> list[int]:
+def _begun(found: Formats, tokens: Sequence[int], text: str, check: Check) -> list[int]:
     """The beginning of an answer, behind the prompt for it. Reasoning that the template opened is ended first."""
     tokenizer = found.tokenizer
     if found.is_harmony or tokenizer.initial_region not in (None, "normal"):
@@ -68,12 +73,12 @@ def _begun(found: Formats, tokens: Sequence[int], text: str) -> list[int]:
     text = _guard(tokenizer, is_own=False).text(text)
     if found.think is not None and found.ends_in_reasoning(tokens):
         text = f"{found.think[1]}\n\n{text}"
-    return tokenizer.encode(text, special=False)
+    return tokenizer.encode(text, special=False, check=lambda n: check(len(tokens) + n))
 
 
-def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """The prompt for a plain completion."""
-    return Prompt(tuple(tokenizer.encode(text, special=True)))
+def text_prompt(tokenizer: Tokenizer, text: str, check: Check = unchecked) -> Prompt:
+    """The prompt for a plain completion. ``check`` as in ``chat_prompt``."""
+    return Prompt(tuple(tokenizer.encode(text, special=True, check=check)))
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str]) -> str:
@@ -81,6 +86,12 @@ def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str,
     stop = role_mapping.get("stop", "")
     lines = [f"{role_mapping.get(m['role'], '')}{m.get('content') or ''}{stop}" for m in messages]
     return ("".join(lines) + role_mapping.get("assistant", "")).rstrip()
+
+
+def n_plain_chars(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str]) -> int:
+    """The characters of ``plain_chat``'s lines, without building them."""
+    n_stop = len(role_mapping.get("stop", ""))
+    return sum(len(role_mapping.get(m["role"], "")) + len(m.get("content") or "") + n_stop for m in messages)
 
 
 @lru_cache(maxsize=_MAX_KEPT)
@@ -213,14 +224,20 @@ def system_in_front(messages: Sequence[Message]) -> list[Message]:
 
 def merge_turns(messages: Sequence[Message]) -> list[Message]:
     """One system message, in front, and turns of one side that follow each other as one."""
-    out: list[Message] = []
+    turns: list[list[Message]] = []
     for message in system_in_front(messages):
-        last = out[-1] if out else None
-        if last is not None and _may_join(last, message):
-            out[-1] = {**last, "content": "\n\n".join(filter(None, (last["content"], message["content"])))}
+        if turns and _may_join(turns[-1][-1], message):
+            turns[-1].append(message)
         else:
-            out.append(message)
-    return out
+            turns.append([message])
+    return [_joined(turn) for turn in turns]
+
+
+def _joined(turn: Sequence[Message]) -> Message:
+    """Messages of one side as one, with the fields of the first that the others do not have."""
+    if len(turn) == 1:
+        return turn[0]
+    return {**turn[0], "content": "\n\n".join(filter(None, (message["content"] for message in turn)))}
 
 
 def _may_join(first: Message, second: Message) -> bool:

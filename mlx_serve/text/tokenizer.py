@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mlx_serve.core import Check, unchecked
+
 
 class Tokenizer(Protocol):
     """Safe to call from any thread, and hashable: what is worked out from one is kept.
@@ -37,10 +39,11 @@ class Tokenizer(Protocol):
     def __hash__(self) -> int:
         """By identity."""
 
-    def encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool, check: Check = unchecked) -> list[int]:
         """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token.
 
-        The text is cut at each GUARD, and its parts are encoded one by one.
+        The text is cut at each GUARD, and its parts are encoded one by one. A long text is encoded in pieces;
+        ``check`` is called before the first piece and after each one, and what it raises ends the work.
         """
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from mlx_serve.text.toolcalls import CallFormat
@@ -33,16 +34,16 @@ def with_definitions(messages: Sequence[Message], tools: Sequence[Any], form: Ca
 def as_text(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages with calls and results written out. Results that follow each other are one user's message."""
     out: list[Message] = []
-    for message in messages:
-        if message["role"] != "tool":
-            out.append(_without_calls(message))
-            continue
-        text = f"<tool_response>\n{message['content']}\n</tool_response>"
-        if out and out[-1].get("is_result"):
-            out[-1]["content"] += "\n" + text
+    for is_result, found in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if is_result:
+            out.append({"role": "user", "content": "\n".join(map(_result_text, found))})
         else:
-            out.append({"role": "user", "content": text, "is_result": True})
-    return [{key: value for key, value in message.items() if key != "is_result"} for message in out]
+            out += map(_without_calls, found)
+    return out
+
+
+def _result_text(message: Mapping[str, Any]) -> str:
+    return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
 def _without_calls(message: Mapping[str, Any]) -> Message:

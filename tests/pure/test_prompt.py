@@ -8,7 +8,8 @@ from formatkit import DEEPSEEK, HARMONY, TOOLS, gpt_oss, model
 
 from mlx_serve.core import ApiError
 from mlx_serve.engine.fake_backend import FakeTokenizer
-from mlx_serve.text.prompt import chat_prompt, merge_turns, plain_chat
+from mlx_serve.text.prompt import chat_prompt, merge_turns, plain_chat, text_prompt
+from mlx_serve.text.toolprompt import as_text
 
 
 def user(content: str) -> dict:
@@ -222,6 +223,31 @@ def test_a_model_without_a_template_gets_lines_and_its_tools_too():
     assert text.startswith("ASSISTANT's RULE: You can call functions.")
     assert "USER: x\nUSER: <tool_response>\n2\n</tool_response>\nASSISTANT:" in text
     assert plain_chat([user("x")], {"user": "U: ", "assistant": "A:"}) == "U: xA:"
+
+
+# What prompts of many messages cost. Each of these would take minutes if a turn were copied for each message in it.
+
+N_MESSAGES = 16_384
+WORDS = "x" * 2000
+
+
+def test_many_turns_of_one_side_are_merged_in_one_go():
+    (merged,) = merge_turns([user(WORDS)] * N_MESSAGES)
+    assert len(merged["content"]) == N_MESSAGES * len(WORDS) + (N_MESSAGES - 1) * 2
+
+
+def test_many_results_are_written_out_in_one_go():
+    (turn,) = as_text([{"role": "tool", "content": WORDS}] * N_MESSAGES)
+    assert len(turn["content"]) > N_MESSAGES * len(WORDS)
+
+
+def test_the_text_of_a_prompt_is_checked_while_it_is_tokenized():
+    asked = []
+    text_prompt(model(), "x" * 100, asked.append)
+    assert asked == [100 // FakeTokenizer.max_token_chars, 100]
+    asked.clear()
+    prompt = chat_prompt(model(), [user("x")], prefill="abc", check=asked.append)
+    assert max(asked) == len(prompt.tokens)
 
 
 # Fields of some models

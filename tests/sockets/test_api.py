@@ -3,15 +3,19 @@
 import json
 import socket
 import threading
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
-from mlx_serve.api import render
+from mlx_serve.api import render, schema
+from mlx_serve.api.endpoints import ROUTES
+from mlx_serve.api.responses import endpoints
 from mlx_serve.core import ApiError, internal_error
+from mlx_serve.engine import fake_backend
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.wire.framing import FramingLimits
 
 PROMPT_OF_HI = "user: hi\n"
@@ -399,15 +403,66 @@ def test_a_prompt_that_does_not_fit_says_so(server):
     assert_error(server.complete("x" * 5000), 400, code="context_length_exceeded", param="prompt")
 
 
-def test_what_cannot_fit_is_refused_before_it_is_rendered_wherever_it_stands(server):
-    """A template that leaves it out would have taken it; the fake one does."""
+def render_all(messages, tools, options) -> str:
+    return json.dumps([messages, tools, options])
+
+
+def test_what_the_template_prints_counts_wherever_it_stands():
     long = "x" * 200_000
-    tool = {"type": "function", "function": {"name": "f", "description": long}}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": long}}
-    assert_error(server.chat(tools=[tool]), 400, code="context_length_exceeded", param="messages")
-    for turn in ({"tool_calls": [call]}, {"reasoning_content": long}):
-        reply = server.chat(messages=[{"role": "assistant", **turn}, {"role": "user", "content": "hi"}])
-        assert_error(reply, 400, code="context_length_exceeded", param="messages")
+    turns = [{"tool_calls": [call]}, {"tool_calls": [call | {"id": long}]}, {"reasoning_content": long}, {"name": long}]
+    bodies = [{"messages": [{"role": "assistant", **turn}, {"role": "user", "content": "hi"}]} for turn in turns]
+    bodies += [{"tools": [{"type": "function", "function": {"name": "f", "description": long}}]}]
+    bodies += [{"chat_template_kwargs": {"a": long}}]
+    tokenizer = FakeTokenizer(render=render_all)
+    with serving(tokenizer=tokenizer) as server:
+        assert server.chat(max_tokens=1)[0] == 200
+        for body in bodies:
+            reply = server.chat(max_tokens=1, **body)
+            assert_error(reply, 400, code="context_length_exceeded", param="messages")
+
+
+def test_what_the_template_leaves_out_does_not_count(server):
+    turn = {"role": "assistant", "content": "a", "reasoning_content": "x" * 200_000}
+    assert server.chat(messages=[turn, {"role": "user", "content": "hi"}], max_tokens=1)[0] == 200
+
+
+POST_ROUTES = sorted({path for method, path in ROUTES if method == "POST"})
+
+
+@pytest.mark.parametrize("path", POST_ROUTES)
+@pytest.mark.parametrize("unit", ["[],", "{},", "1,", '"",'])
+def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch, path, unit):
+    def fail(body):
+        raise AssertionError("parsed")
+
+    with serving(max_json_values=1000) as server:
+        monkeypatch.setattr(schema, "read_object", fail)
+        monkeypatch.setattr(endpoints, "read_object", fail)
+        body = '{"ignored": [' + unit * 1000 + "0]}"
+        reply = server.request("POST", f"/v1{path.replace('{id}', 'x')}", body)
+    assert reply[0] == 400
+    assert "--max-json-values" in reply[2]["error"]["message"]
+
+
+def test_json_of_as_many_values_as_allowed_is_taken():
+    with serving(max_json_values=1000) as server:
+        # Two more are those around the messages and the field.
+        assert server.chat(ignored=[0] * 990)[0] == 200
+        assert_error(server.chat(ignored=[0] * 1000), 400, code="too_many_json_values")
+
+
+def test_roles_of_a_client_are_counted_before_they_are_repeated():
+    """Written out, this prompt would be 2 GB."""
+    bare = FakeTokenizer(has_chat_template=False, think=None, tool_call=None, controls={})
+    messages = [{"role": "user", "content": "x"}] * 10_000
+    with serving(tokenizer=bare) as server:
+        tracemalloc.start()
+        reply = server.chat(messages=messages, role_mapping={"user": "u" * 200_000})
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert_error(reply, 400, code="context_length_exceeded", param="messages")
+    assert peak < 100e6
 
 
 def test_a_token_id_outside_of_the_vocabulary_is_refused(server):
@@ -749,13 +804,11 @@ def test_what_nests_deeply_is_the_request_s_fault(server):
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
-    from mlx_serve.engine.fake_backend import FakeTokenizer
-
-    def encode(self, text, *, special):
+    def fail(text, ids):
         raise AssertionError("tokenized")
 
     with serving() as server:
-        monkeypatch.setattr(FakeTokenizer, "encode", encode)
+        monkeypatch.setattr(fake_backend, "tokens_of", fail)
         assert_error(server.complete("x" * 100_000), 400, code="context_length_exceeded", param="prompt")
         assert_error(server.chat("x" * 100_000), 400, code="context_length_exceeded", param="messages")
 

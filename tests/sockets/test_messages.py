@@ -12,7 +12,7 @@ from messageskit import as_message, ask, check_order, joined, parse, stream, who
 from mlx_serve.api import messages_render
 from mlx_serve.api.errors import as_anthropic_object
 from mlx_serve.core import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
+from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.wire.framing import FramingLimits
 from tests.pure.formatkit import deepseek, gpt_oss, qwen3
 from tests.sockets.replaykit import replaying
@@ -379,14 +379,16 @@ def test_a_prompt_that_is_too_long_is_told_in_claude_code_s_words(server):
         assert re.fullmatch(r"prompt is too long: \d+ tokens > 4096 maximum", message)
 
 
-def test_tools_and_thinking_count_before_they_are_rendered(server):
+def test_tools_and_thinking_count_as_they_are_rendered():
     long = "x" * 200_000
+    tokenizer = FakeTokenizer(render=lambda messages, tools, options: json.dumps([messages, tools]))
     turns = [
         {"role": "assistant", "content": [{"type": "thinking", "thinking": long}]},
         {"role": "user", "content": "a"},
     ]
-    for fields in ({"tools": [{"name": "f", "description": long, "input_schema": {}}]}, {"messages": turns}):
-        assert refused(server, **fields)[2].startswith("prompt is too long: 1250")
+    with serving(tokenizer=tokenizer) as server:
+        for fields in ({"tools": [{"name": "f", "description": long, "input_schema": {}}]}, {"messages": turns}):
+            assert refused(server, **fields)[2].startswith("prompt is too long: 125")
 
 
 def test_what_is_ignored_changes_nothing(server):

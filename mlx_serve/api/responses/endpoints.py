@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 
 from pydantic import TypeAdapter
 
+from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import OutputOptions
 from mlx_serve.api.render import dumps
 from mlx_serve.api.responses import history
@@ -22,9 +23,9 @@ from mlx_serve.api.serving import (
     Reply,
     Services,
     chat_gate,
-    check_chat_length,
     compiled_grammar,
     constrain,
+    context_check,
     context_tokens,
     defaults_of,
     find_model,
@@ -54,7 +55,7 @@ def create(services: Services, request: RawRequest) -> Response:
     grammar = compiled_grammar(services, entry, rule, must_call)
     stored = body.store and services.responses.keeps
     response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
-    prompt = _prompt(services, entry, tokenizer, asked)
+    prompt = _prompt(services, request, entry, tokenizer, asked)
     tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
     options = OutputOptions(tuple(body.stop), tools, forced_call=bool(must_call), max_calls=body.max_calls)
     limit = body.wanted_tokens or _default_limit(services, entry)
@@ -70,7 +71,7 @@ def input_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/input_tokens: what a request's prompt comes to."""
     asked = _read(services.responses, request.body)
     entry, tokenizer = find_model(services, asked.body.model, asked.body.adapters, asked.body.draft_model)
-    prompt = _prompt(services, entry, tokenizer, asked)
+    prompt = _prompt(services, request, entry, tokenizer, asked)
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
 
 
@@ -179,11 +180,11 @@ def _check_text(raw: Mapping[str, Any]) -> None:
         raise ApiError(400, text) from None
 
 
-def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked) -> Prompt:
+def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked) -> Prompt:
     """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
     messages = history.as_messages(asked.items, asked.body.instructions)
     most = context_tokens(services, entry)
-    render = partial(_render, services, entry, tokenizer, asked)
+    render = partial(_render, services, request, entry, tokenizer, asked)
     if asked.body.truncation == "disabled" or most is None:
         return render(messages)
     # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
@@ -191,15 +192,21 @@ def _prompt(services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: 
 
 
 def _render(
-    services: Services, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked, messages: Sequence[dict[str, Any]]
+    services: Services,
+    request: RawRequest,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    asked: _Asked,
+    messages: Sequence[dict[str, Any]],
 ) -> Prompt:
-    tools = [offer.definition() for offer in asked.body.offers()]
-    check_chat_length(services, entry, tokenizer, messages, tools, "input")
+    check = context_check(services, request, entry, "input")
+    check(n_content_chars(messages) // tokenizer.max_token_chars)
     return chat_prompt(
         tokenizer,
         messages,
-        tools=tools,
+        tools=[offer.definition() for offer in asked.body.offers()],
         options=template_options(services, entry, asked.body.template_options),
+        check=check,
     )
 
 

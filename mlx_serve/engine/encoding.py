@@ -1,0 +1,144 @@
+"""Text to token ids a piece at a time, so that a long text can be given up and never keeps short ones waiting.
+
+The ids are those of the whole text: it is cut only where no token of the vocabulary reaches over the cut. Knows no
+model and no chat template; any thread may call it.
+
+    text -> parts (at each GUARD) -> pieces (at exact cuts) -> ids, with ``check`` asked between two pieces
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from itertools import pairwise
+from threading import Lock
+from types import TracebackType
+
+from mlx_serve.core import GUARD, Check
+
+# What a piece has at least, and at most where the text has no exact cut: there a seam's two tokens may be other ones
+# than those of the whole text. A piece takes some milliseconds.
+PIECE_CHARS = 16_384
+MAX_PIECE_CHARS = 65_536
+# Behind a letter or digit these begin a new word for every tokenizer that splits words before it merges.
+_BREAKS = frozenset(' \n\t\r,.;:!?()[]{}<>"，。、；：！？（）「」')
+
+# Ids of a text; with True also what the tokenizer puts around one.
+Encode = Callable[[str, bool], list[int]]
+
+
+class FairLock:
+    """A lock that goes to the thread that has waited longest; ``threading.Lock`` often goes to who has just had it."""
+
+    def __init__(self) -> None:
+        self._mutex = Lock()
+        self._waiting: deque[Lock] = deque()
+        self._is_held = False
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._is_held:
+                self._is_held = True
+                return
+            turn = Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        turn.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._mutex:
+            if self._waiting:
+                # It stays held: it is the next one's now.
+                self._waiting.popleft().release()
+            else:
+                self._is_held = False
+
+
+class Cuts:
+    """Where a text may be cut without changing its tokens: behind a letter or digit, where no token spans the place."""
+
+    def __init__(self, tokens: Iterable[bytes]) -> None:
+        # Which two bytes stand side by side in any token. Of bytes, since a token may hold a part of a character.
+        self._joined = bytearray(65_536)
+        for raw in tokens:
+            for first, second in pairwise(raw):
+                self._joined[first << 8 | second] = 1
+
+    def is_exact(self, before: str, after: str) -> bool:
+        """Whether a text may be cut between two characters."""
+        if after not in _BREAKS or not before.isalnum():
+            return False
+        return not self._joined[before.encode()[-1] << 8 | after.encode()[0]]
+
+    def pieces(self, text: str) -> Iterator[tuple[str, str]]:
+        """Each piece, with the character before it ("": there is none)."""
+        start = 0
+        while start < len(text):
+            end = self._end(text, start)
+            yield text[max(0, start - 1) : start], text[start:end]
+            start = end
+
+    def _end(self, text: str, start: int) -> int:
+        last = min(start + MAX_PIECE_CHARS, len(text))
+        places = range(start + PIECE_CHARS, last)
+        return next((i for i in places if self.is_exact(text[i - 1], text[i])), last)
+
+
+class Encoder:
+    """Encodes through ``encode``, which need not be thread-safe. ``tokens`` gives the vocabulary's, as bytes."""
+
+    def __init__(self, encode: Encode, tokens: Callable[[], Iterable[bytes]], max_token_chars: int) -> None:
+        self._encode = encode
+        self._tokens = tokens
+        self._max_token_chars = max_token_chars
+        self._lock = FairLock()
+        # Long texts take turns here first, so that only one of them at a time waits where short ones do.
+        self._long_lock = FairLock()
+        # Worked out with the first long text: it takes a large vocabulary most of a second.
+        self._cuts: Cuts | None = None
+
+    def encode(self, text: str, *, special: bool, check: Check) -> list[int]:
+        """As ``text.tokenizer.Tokenizer`` has it."""
+        check(len(text) // self._max_token_chars)
+        if len(text) <= PIECE_CHARS and GUARD not in text:
+            ids = self._short(text, special)
+            check(len(ids))
+            return ids
+        before, after = self._around() if special else ([], [])
+        ids = list(before)
+        for part in text.split(GUARD):
+            for context, piece in self._pieces(part):
+                with self._long_lock if len(text) > PIECE_CHARS else nullcontext():
+                    ids += self._piece(context, piece)
+                check(len(ids))
+        return ids + after
+
+    def _short(self, text: str, special: bool) -> list[int]:
+        with self._lock:
+            return list(self._encode(text, special))
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts before and behind a text."""
+        plain, whole = self._short("a", False), self._short("a", True)
+        for i in range(len(whole) - len(plain) + 1):
+            if whole[i : i + len(plain)] == plain:
+                return whole[:i], whole[i + len(plain) :]
+        return whole[: -len(plain)], []
+
+    def _pieces(self, part: str) -> Iterator[tuple[str, str]]:
+        if len(part) <= PIECE_CHARS:
+            return iter([("", part)])
+        with self._long_lock:
+            self._cuts = self._cuts or Cuts(self._tokens())
+        return self._cuts.pieces(part)
+
+    def _piece(self, context: str, piece: str) -> list[int]:
+        """The ids of a piece. Behind another one it is encoded with the character before it, for some tokenizers put a
+        space in front of every text, or drop one that is there."""
+        if not context:
+            return self._short(piece, False)
+        head, ids = self._short(context, False), self._short(context + piece, False)
+        return ids[len(head) :] if ids[: len(head)] == head else self._short(piece, False)
