@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.children import HOST, BenchmarkError, Server
 from benchmarks.prompts import Messages
-from mlx_serve.bench.client import Client, Connections, server_at
-from mlx_serve.bench.load import Round, Target
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.workload import Conversation, Turn
+from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.client.client import Client, Connections, server_at
+from mlx_serve.commands.bench.load import Round, Target
+from mlx_serve.commands.bench.workload import Conversation, Turn
 
 _TIMEOUT_S = 600.0
 

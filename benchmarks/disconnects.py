@@ -31,8 +31,8 @@ from benchmarks.children import OURS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Prompts
 from benchmarks.report import Ratio, markdown, ratio_table
-from mlx_serve.bench.progress import note
-from mlx_serve.bench.stats import percentile
+from mlx_serve.commands.bench.progress import note
+from mlx_serve.commands.bench.stats import percentile
 
 PLACES = 4
 # Streams that go on beside those who hang up; as many as there are places: those wait in the queue.

@@ -26,7 +26,7 @@ from benchmarks import children, machine
 from benchmarks.children import OURS, BenchmarkError
 from benchmarks.options import parse
 from benchmarks.report import markdown, spread
-from mlx_serve.bench.progress import note
+from mlx_serve.commands.bench.progress import note
 
 BARE = "bare writes"
 _MARK = b"data: {"

@@ -29,9 +29,9 @@ from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
 from benchmarks.report import Ratio, markdown, ratio_table, spread
-from mlx_serve.bench.progress import note
-from mlx_serve.bench.reading import Answer
-from mlx_serve.bench.stats import percentile
+from mlx_serve.client.answer import Answer
+from mlx_serve.commands.bench.progress import note
+from mlx_serve.commands.bench.stats import percentile
 
 # Texts that each stream has had when the long prompt is sent.
 _LEAD = 8

@@ -28,8 +28,8 @@ from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.options import parse
 from benchmarks.prompts import Messages, Prompts
 from benchmarks.report import Ratio, markdown, ratio_table, spread
-from mlx_serve.bench.progress import note
-from mlx_serve.bench.reading import Answer
+from mlx_serve.client.answer import Answer
+from mlx_serve.commands.bench.progress import note
 
 _QUESTIONS = ("Begin.", "Who is it about?")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from mlx_serve.bench.workload import Message, words
+from mlx_serve.commands.bench.workload import Message, words
 
 Messages = list[Message]
 

@@ -22,7 +22,7 @@ from benchmarks import children
 from benchmarks.asking import ask
 from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.report import spread
-from mlx_serve.bench.progress import note
+from mlx_serve.commands.bench.progress import note
 
 _QUESTION = [{"role": "user", "content": "Say yes."}]
 _READY = b" ready: "

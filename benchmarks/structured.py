@@ -27,8 +27,8 @@ from benchmarks import children
 from benchmarks.asking import ask
 from benchmarks.children import OURS, BenchmarkError, Server
 from benchmarks.prompts import Messages
-from mlx_serve.bench.progress import note
-from mlx_serve.bench.reading import Answer
+from mlx_serve.client.answer import Answer
+from mlx_serve.commands.bench.progress import note
 
 Schema = dict[str, Any]
 

@@ -25,9 +25,9 @@ from benchmarks.asking import ask_all
 from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
 from benchmarks.prompts import PROMPT_WORDS, Messages, Prompts
 from benchmarks.report import spread
-from mlx_serve.bench.ceiling import Ceiling, CeilingError, ceiling
-from mlx_serve.bench.progress import note
-from mlx_serve.bench.reading import Answer
+from mlx_serve.client.answer import Answer
+from mlx_serve.commands.bench.ceiling import Ceiling, CeilingError, ceiling
+from mlx_serve.commands.bench.progress import note
 
 OFFLINE = "offline"
 # (a ratio's name, its numerator, its denominator); neighbours in a round

@@ -51,10 +51,10 @@ log = logging.getLogger("mlx_serve")
 # The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
 # Without one of them the server is started.
 COMMANDS: dict[str, str] = {
-    "bench": "mlx_serve.bench.command",
+    "bench": "mlx_serve.commands.bench.command",
     "chat": "mlx_serve.commands.chat",
-    "doctor": "mlx_serve.commands.doctor",
-    "install-service": "mlx_serve.commands.install_service",
+    "doctor": "mlx_serve.commands.doctor.command",
+    "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
 }
 # Models, libraries, the log: files that are open besides connections.

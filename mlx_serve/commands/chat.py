@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from mlx_serve.commands import calls
-from mlx_serve.commands.sizes import printable
+from mlx_serve.client import requests
+from mlx_serve.commands.terminal import printable
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _INTERRUPTED = 130
@@ -25,9 +25,9 @@ def main(argv: Sequence[str]) -> int:
     """The command; gives the exit status: 1 when a question that was not typed got no answer."""
     given = parser().parse_args(argv)
     try:
-        where = calls.place(given.url, given.api_key)
+        where = requests.place(given.url, given.api_key)
         chat = Chat(where, given.model or _first_model(where), _fields(given), sys.stdout, sys.stderr)
-    except calls.CallError as error:
+    except requests.CallError as error:
         print(f"mlx-serve chat: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "With a question as arguments or on stdin it is answered, and that is all.",
     )
     top.add_argument("question", nargs="*", help="ask this; what is on stdin is put behind it")
-    calls.add_options(top)
+    requests.add_options(top)
     top.add_argument("--model", help="model to ask (default: the first that the server lists)")
     top.add_argument("--system", help="system message")
     top.add_argument("--temp", type=float, metavar="TEMP", help="temperature (default: the server's)")
@@ -62,11 +62,11 @@ def _fields(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _first_model(where: calls.Place) -> str:
-    for model in calls.objects(calls.get(where, "/models").get("data")):
-        if name := calls.string(model.get("id")):
+def _first_model(where: requests.Place) -> str:
+    for model in requests.objects(requests.get(where, "/models").get("data")):
+        if name := requests.string(model.get("id")):
             return name
-    raise calls.CallError(f"{where} lists no models")
+    raise requests.CallError(f"{where} lists no models")
 
 
 def _once(chat: Chat, question: str) -> int:
@@ -113,7 +113,7 @@ class _Answer:
 class Chat:
     """A conversation: its messages, and where the answers go."""
 
-    def __init__(self, where: calls.Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
+    def __init__(self, where: requests.Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
         self.where = where
         self.model = model
         self.messages: list[dict[str, str]] = []
@@ -130,7 +130,7 @@ class Chat:
         answer = _Answer(time.monotonic())
         try:
             self._stream(answer)
-        except calls.CallError as error:
+        except requests.CallError as error:
             self.messages.pop()
             self._note(f"{error}\n")
             return False
@@ -144,7 +144,7 @@ class Chat:
     def _stream(self, answer: _Answer) -> None:
         body = {"model": self.model, "messages": self.messages, "stream": True, **self._fields}
         body["stream_options"] = {"include_usage": True}
-        with calls.events(self.where, "/chat/completions", body) as events:
+        with requests.events(self.where, "/chat/completions", body) as events:
             for event in events:
                 self._take(answer, event)
         self._out.write("\n")
@@ -156,13 +156,13 @@ class Chat:
         if isinstance(usage, dict):
             n_tokens = usage.get("completion_tokens")
             answer.n_tokens = n_tokens if isinstance(n_tokens, int) else None
-        for choice in calls.objects(event.get("choices")):
-            for delta in calls.objects([choice.get("delta")]):
+        for choice in requests.objects(event.get("choices")):
+            for delta in requests.objects([choice.get("delta")]):
                 self._take_delta(answer, delta)
 
     def _take_delta(self, answer: _Answer, delta: dict[str, Any]) -> None:
-        reasoning = calls.string(delta.get("reasoning_content")) or calls.string(delta.get("reasoning"))
-        content = calls.string(delta.get("content"))
+        reasoning = requests.string(delta.get("reasoning_content")) or requests.string(delta.get("reasoning"))
+        content = requests.string(delta.get("content"))
         if (reasoning or content) and answer.first is None:
             answer.first = time.monotonic()
         if reasoning:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_serve import config, model_options
-from mlx_serve.commands import calls, found
+from mlx_serve.client import requests
+from mlx_serve.commands import found
 from mlx_serve.commands.found import Found
-from mlx_serve.commands.sizes import bytes_text, printable, table
+from mlx_serve.commands.terminal import bytes_text, printable, table
 from mlx_serve.core import StartError
 
 _HEAD = ("NAME", "TYPE", "WEIGHTS", "SIZE", "CONTEXT", "FROM")
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
         allow_abbrev=False,
     )
-    calls.add_options(top, has_default=False)
+    requests.add_options(top, has_default=False)
     top.add_argument("--json", action="store_true", help="print JSON")
     return top
 
@@ -94,10 +95,10 @@ def _as_object(model: Found) -> dict[str, Any]:
 
 def _of_server(given: argparse.Namespace) -> int:
     try:
-        where = calls.place(given.url, given.api_key)
-        entries = calls.objects(calls.get(where, "/models").get("data"))
-        state = calls.health(where)
-    except calls.CallError as error:
+        where = requests.place(given.url, given.api_key)
+        entries = requests.objects(requests.get(where, "/models").get("data"))
+        state = requests.health(where)
+    except requests.CallError as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1
     if given.json:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from tinymodel import write_model
 
-from mlx_serve.bench.ceiling import CeilingError, ceiling
+from mlx_serve.commands.bench.ceiling import CeilingError, ceiling
 
 # A busy machine is no fault of the code: three programs that import MLX.
 DEADLINE_S = 300

@@ -9,8 +9,9 @@ import sys
 import pytest
 from tinymodel import write_model
 
-from mlx_serve.commands import checks, doctor
-from mlx_serve.commands.checks import Probe
+from mlx_serve.commands.doctor import checks
+from mlx_serve.commands.doctor import command as doctor
+from mlx_serve.commands.doctor.checks import Probe
 
 DEADLINE_S = 120
 

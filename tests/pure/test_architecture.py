@@ -33,8 +33,7 @@ MAY_IMPORT = {
     "model_options": SHARED | {"flags", "config_file", "config", "demo", "engine"},
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
-    # A client of any server: of this one it shares the parsing of a flag, and for mlx-lm's ceiling BLAS and the demo.
-    "bench": {"bench", "config", "flags", "blas", "demo", "__version__"},
+    "client": {"client", "commands"},
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",
@@ -50,7 +49,7 @@ MAY_IMPORT_MLX = {
     "engine/cache_state.py",
     "engine/disk_cache.py",
     "engine/models.py",
-    "bench/offline.py",
+    "commands/bench/offline.py",
     "probe.py",
     "engine/ranks.py",
     "engine/weights.py",
@@ -104,5 +103,5 @@ def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
     code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
     code += "import mlx_serve.engine.cache_store\n"
-    code += "import mlx_serve.bench.command\n"
+    code += "import mlx_serve.commands.bench.command\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_serve.bench.dataset import DatasetError, read_dataset
+from mlx_serve.commands.bench.dataset import DatasetError, read_dataset
 
 
 @pytest.fixture

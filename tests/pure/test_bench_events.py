@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_serve.bench import events
-from mlx_serve.bench.events import EventError, EventReader
+from mlx_serve.client import events
+from mlx_serve.client.events import EventError, EventReader
 
 STREAMS = [
     (b"", []),

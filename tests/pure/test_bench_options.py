@@ -4,10 +4,10 @@ import math
 
 import pytest
 
-from mlx_serve.bench import options
-from mlx_serve.bench.client import server_at
-from mlx_serve.bench.options import from_args
-from mlx_serve.bench.stats import Slo
+from mlx_serve.client.client import server_at
+from mlx_serve.commands.bench import options
+from mlx_serve.commands.bench.options import from_args
+from mlx_serve.commands.bench.stats import Slo
 
 
 def test_defaults():

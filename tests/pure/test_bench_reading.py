@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_serve.bench.reading import Failure, Reading
+from mlx_serve.client.answer import Failure, Reading
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5}
 

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from mlx_serve.bench import report
-from mlx_serve.bench.ceiling import Offline
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.report import Measured
-from mlx_serve.bench.stats import Record, Slo, summarize
+from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.commands.bench import report
+from mlx_serve.commands.bench.ceiling import Offline
+from mlx_serve.commands.bench.report import Measured
+from mlx_serve.commands.bench.stats import Record, Slo, summarize
 
 ANSWER = Answer(0.1, 0.5, (0.2, 0.2), 100, 25, 3, "length", "a text of the answer")
 

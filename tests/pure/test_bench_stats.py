@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.stats import Record, Slo, Spread, percentile, spread, summarize, tpot_s
+from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.commands.bench.stats import Record, Slo, Spread, percentile, spread, summarize, tpot_s
 
 
 def answer(ttft=1.0, e2e=3.0, gaps=(1.0, 1.0), prompt=10, cached=0, output=3):

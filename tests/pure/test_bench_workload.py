@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from mlx_serve.bench.arrivals import arrival_times
-from mlx_serve.bench.workload import (
+from mlx_serve.commands.bench.arrivals import arrival_times
+from mlx_serve.commands.bench.workload import (
     GENERATORS,
     Shape,
     Sizes,

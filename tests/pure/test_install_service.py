@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from mlx_serve.commands import install_service, service_files
-from mlx_serve.commands.service_files import Service
+from mlx_serve.commands.service import command, files
+from mlx_serve.commands.service.files import Service
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAC = Service(
@@ -42,7 +42,7 @@ def anybody():
 
 
 def run(capsys, *argv):
-    status = install_service.main([str(word) for word in argv])
+    status = command.main([str(word) for word in argv])
     out, err = capsys.readouterr()
     return status, out, err
 
@@ -53,9 +53,9 @@ def run(capsys, *argv):
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        ("launchd/org.mlx-serve.plist", service_files.launchd_plist(MAC)),
-        ("launchd/mlx-serve.newsyslog.conf", service_files.newsyslog_conf(MAC)),
-        ("systemd/mlx-serve.service", service_files.systemd_unit(LINUX)),
+        ("launchd/org.mlx-serve.plist", files.launchd_plist(MAC)),
+        ("launchd/mlx-serve.newsyslog.conf", files.newsyslog_conf(MAC)),
+        ("systemd/mlx-serve.service", files.systemd_unit(LINUX)),
     ],
 )
 def test_the_examples_are_what_is_written(file, text):
@@ -66,7 +66,7 @@ def test_the_examples_are_what_is_written(file, text):
 
 
 def test_a_daemon_starts_at_boot_and_after_a_failure():
-    job = plistlib.loads(service_files.launchd_plist(MAC).encode())
+    job = plistlib.loads(files.launchd_plist(MAC).encode())
     assert job["ProgramArguments"] == list(MAC.command)
     assert (job["RunAtLoad"], job["KeepAlive"]) == (True, {"SuccessfulExit": False})
     assert (job["UserName"], job["GroupName"]) == ("llm", "staff")
@@ -77,12 +77,12 @@ def test_a_daemon_starts_at_boot_and_after_a_failure():
 
 def test_an_agent_names_no_user():
     agent = Service("a.b", ("/x",), "u", "g", PurePosixPath("/h"), PurePosixPath("/l"), system=False)
-    assert "UserName" not in plistlib.loads(service_files.launchd_plist(agent).encode())
+    assert "UserName" not in plistlib.loads(files.launchd_plist(agent).encode())
 
 
 def test_the_log_that_is_rotated_is_the_one_that_is_written():
-    job = plistlib.loads(service_files.launchd_plist(MAC).encode())
-    line = service_files.newsyslog_conf(MAC).splitlines()[-1].split()
+    job = plistlib.loads(files.launchd_plist(MAC).encode())
+    line = files.newsyslog_conf(MAC).splitlines()[-1].split()
     assert line[0] == job["EnvironmentVariables"]["MLX_SERVE_LOG_FILE"]
     assert line[1:3] == ["llm:staff", "640"]
 
@@ -99,7 +99,7 @@ def test_systemd_takes_the_unit(tmp_path):
     words = (str(program), "--served-model-name", "a b", '"', "50%", "$HOME", "back\\slash", "")
     service = Service("x.y", words, "daemon", "daemon", PurePosixPath("/h"), PurePosixPath("/l"), system=True)
     unit = tmp_path / "y.service"
-    unit.write_text(service_files.systemd_unit(service))
+    unit.write_text(files.systemd_unit(service))
     done = subprocess.run([analyze, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
     assert str(unit) not in done.stderr
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_systemd_takes_the_unit(tmp_path):
 )
 def test_words_are_quoted_as_systemd_reads_them(word, written):
     service = Service("x", ("/p", word), "u", "g", PurePosixPath("/h"), PurePosixPath("/l"), system=True)
-    assert f"ExecStart=/p {written}\n" in service_files.systemd_unit(service)
+    assert f"ExecStart=/p {written}\n" in files.systemd_unit(service)
 
 
 # The command
@@ -184,7 +184,7 @@ def test_what_is_refused(capsys, monkeypatch, anybody):
     assert "not a label" in says("--label", "org.", "--run-as", anybody, "--", "--demo")
     assert "exclude" in says("--user", "--run-as", anybody, "--", "--demo")
     with pytest.raises(SystemExit):
-        install_service.main(["--run-as", anybody, "--", "--no-such-flag"])
+        command.main(["--run-as", anybody, "--", "--no-such-flag"])
 
 
 def test_secrets_of_this_shell_do_not_get_into_files(capsys, monkeypatch, tmp_path, anybody):

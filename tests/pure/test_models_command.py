@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub.errors import CacheNotFound
 
 from mlx_serve.commands import found, models
-from mlx_serve.commands.sizes import bytes_text, table
+from mlx_serve.commands.terminal import bytes_text, table
 
 HEADER = b'{"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}'
 SHARD = struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 8

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlx_serve.bench.ceiling import Offline
-from mlx_serve.bench.stats import Record, Spread, Summary
+from mlx_serve.commands.bench.ceiling import Offline
+from mlx_serve.commands.bench.stats import Record, Spread, Summary
 
 _MARKS = ("mean", "p50", "p90", "p95", "p99", "max")
 # From here on the figures are as much about the client as about the server.

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mlx_serve.bench.client import Client, Connections, Server
-from mlx_serve.bench.reading import Failure
-from mlx_serve.bench.stats import Record
-from mlx_serve.bench.workload import Conversation, Message
+from mlx_serve.client.answer import Failure
+from mlx_serve.client.client import Client, Connections, Server
+from mlx_serve.commands.bench.stats import Record
+from mlx_serve.commands.bench.workload import Conversation, Message
 
 # How often the main thread looks up: for the progress bar, and for a signal that came just before it began to wait.
 _TICK_S = 0.25

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.bench.ceiling import DEMO
-from mlx_serve.bench.client import Server, server_at
-from mlx_serve.bench.stats import Slo
+from mlx_serve.client.client import Server, server_at
+from mlx_serve.commands.bench.ceiling import DEMO
+from mlx_serve.commands.bench.stats import Slo
 from mlx_serve.flags import json_object
 
 DEFAULT_CONCURRENCY = (1, 4, 16)

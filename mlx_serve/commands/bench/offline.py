@@ -1,6 +1,6 @@
 """The child that shows what mlx-lm does without a server: batch_generate over a list of prompts, greedily.
 
-    python -m mlx_serve.bench.offline MODEL_DIRECTORY_OR_demo
+    python -m mlx_serve.commands.bench.offline MODEL_DIRECTORY_OR_demo
 
 Reads tasks as JSON lines on stdin and writes a JSON line for each. Runs until stdin ends. Loading the model, the chat
 template and tokenizing are not timed.

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import mlx_serve
 from mlx_serve import config, http_options
-from mlx_serve.commands import service_files
-from mlx_serve.commands.checks import OTHER_DESCRIPTORS
-from mlx_serve.commands.service_files import Service
+from mlx_serve.commands.doctor.checks import OTHER_DESCRIPTORS
+from mlx_serve.commands.service import files as service_files
+from mlx_serve.commands.service.files import Service
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
 from mlx_serve.paths import expanded

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.bench.report import Measured
+from mlx_serve.commands.bench.report import Measured
 
 Value = Callable[[Measured], float | None]
 

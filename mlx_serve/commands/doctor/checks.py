@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from mlx_serve import __version__, http_options
-from mlx_serve.commands.findings import Finding
-from mlx_serve.commands.sizes import bytes_text
+from mlx_serve.commands.doctor.finding import Finding
+from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, RawRequest, Response, StartError
 from mlx_serve.paths import expanded

@@ -17,11 +17,12 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve import config, demo, model_options
-from mlx_serve.commands import checks, found
-from mlx_serve.commands.checks import Probe
-from mlx_serve.commands.findings import Finding, Level, as_objects, as_text
+from mlx_serve.commands import found
+from mlx_serve.commands.doctor import checks
+from mlx_serve.commands.doctor.checks import Probe
+from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
 from mlx_serve.commands.modelfiles import look_into
-from mlx_serve.commands.sizes import bytes_text
+from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.config import Config
 from mlx_serve.core import StartError
 from mlx_serve.engine.catalog import NotAModelError

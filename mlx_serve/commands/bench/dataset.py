@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.bench.workload import Conversation, Message, Turn
+from mlx_serve.commands.bench.workload import Conversation, Message, Turn
 
 OUTPUT_NAMES = ("output_tokens", "output_len", "max_tokens")
 # ShareGPT records answers as text. English has some four characters to a token.

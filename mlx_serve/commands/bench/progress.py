@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-from mlx_serve.bench.load import Watch
+from mlx_serve.commands.bench.load import Watch
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What mlx-lm does with the same prompts without a server, in a child process: the most that a server could reach.
 
-The child (bench/offline.py) imports MLX and this process does not. One is started when a round is over and ended before
-the next, so that it is never there while the server is measured.
+The child (commands/bench/offline.py) imports MLX and this process does not. One is started when a round is over and
+ended before the next, so that it is never there while the server is measured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx_serve
-from mlx_serve.bench.workload import Message
+from mlx_serve.commands.bench.workload import Message
 
 DEMO = "demo"
 _STOP_TIMEOUT_S = 5.0
@@ -87,7 +87,7 @@ def ceiling(model: str) -> Iterator[Ceiling]:
     """The child with a model loaded (a directory, or DEMO), until the block ends."""
     process = subprocess.Popen(  # noqa: S603 - our own module, and a path that the user gave
         # -P: a json.py in the current folder is not json. The child finds this very package by PYTHONPATH.
-        [sys.executable, "-P", "-m", "mlx_serve.bench.offline", model],
+        [sys.executable, "-P", "-m", "mlx_serve.commands.bench.offline", model],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

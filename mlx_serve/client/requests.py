@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from mlx_serve.commands.sizes import printable
+from mlx_serve.commands.terminal import printable
 
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
 # Between two reads. A stream of ours is never silent for longer than about 10 s.

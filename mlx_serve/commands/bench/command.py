@@ -17,20 +17,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_serve import __version__
-from mlx_serve.bench import options as flags
-from mlx_serve.bench import report
-from mlx_serve.bench.arrivals import arrival_times
-from mlx_serve.bench.ceiling import CeilingError, Offline, ceiling
-from mlx_serve.bench.client import first_model
-from mlx_serve.bench.dataset import DatasetError, read_dataset
-from mlx_serve.bench.load import Round, Target
-from mlx_serve.bench.options import DEFAULT_OUTPUT_TOKENS, DEFAULT_REQUESTS, Options
-from mlx_serve.bench.probe import Probed, probe
-from mlx_serve.bench.progress import note, progress
-from mlx_serve.bench.reading import Failure
-from mlx_serve.bench.report import Measured
-from mlx_serve.bench.stats import summarize
-from mlx_serve.bench.workload import GENERATORS, Conversation, Shape, n_requests, random_prompts, take
+from mlx_serve.client.answer import Failure
+from mlx_serve.client.client import first_model
+from mlx_serve.commands.bench import options as flags
+from mlx_serve.commands.bench import report
+from mlx_serve.commands.bench.arrivals import arrival_times
+from mlx_serve.commands.bench.ceiling import CeilingError, Offline, ceiling
+from mlx_serve.commands.bench.dataset import DatasetError, read_dataset
+from mlx_serve.commands.bench.load import Round, Target
+from mlx_serve.commands.bench.options import DEFAULT_OUTPUT_TOKENS, DEFAULT_REQUESTS, Options
+from mlx_serve.commands.bench.probe import Probed, probe
+from mlx_serve.commands.bench.progress import note, progress
+from mlx_serve.commands.bench.report import Measured
+from mlx_serve.commands.bench.stats import summarize
+from mlx_serve.commands.bench.workload import GENERATORS, Conversation, Shape, n_requests, random_prompts, take
 
 _INTERRUPTED = 128 + signal.SIGINT
 _WARM_UP_TOKENS = 32
@@ -209,7 +209,7 @@ class Run:
             if options.json is not None:
                 options.json.write_text(json.dumps(self._json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             if options.plot is not None and self.rounds:
-                from mlx_serve.bench.plot import draw
+                from mlx_serve.commands.bench.plot import draw
 
                 draw(self.rounds, options.plot, f"{self._model}, {options.workload}")
         except OSError as error:

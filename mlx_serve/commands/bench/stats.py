@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.workload import Message
+from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.commands.bench.workload import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from threading import Lock
 from urllib.parse import urlsplit
 
-from mlx_serve.bench.events import EventError, EventReader
-from mlx_serve.bench.reading import Answer, Failure, Reading, error_message, parse_object
+from mlx_serve.client.answer import Answer, Failure, Reading, error_message, parse_object
+from mlx_serve.client.events import EventError, EventReader
 
 _READ_BYTES = 1 << 16
 _MAX_ERROR_BYTES = 1 << 16

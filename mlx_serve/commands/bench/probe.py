@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_serve.bench.client import Client, Connections
-from mlx_serve.bench.load import Target
-from mlx_serve.bench.reading import Answer, Failure
-from mlx_serve.bench.workload import Message, Sizes, words
+from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.client.client import Client, Connections
+from mlx_serve.commands.bench.load import Target
+from mlx_serve.commands.bench.workload import Message, Sizes, words
 
 _N_FEW = 4
 # More words tell a tokenizer's mean better; a short context has no room for them.

@@ -1,0 +1,1 @@
+"""``mlx-serve doctor``: whether a server with these flags would work on this machine."""

@@ -1,0 +1,1 @@
+"""``mlx-serve install-service``: files for launchd and systemd."""
