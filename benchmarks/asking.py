@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.children import HOST, BenchmarkError, Server
 from benchmarks.prompts import Messages
-from mlx_serve.client.answer import Answer, Failure
-from mlx_serve.client.client import Client, Connections, server_at
+from mlx_serve.client.answer import Answer
+from mlx_serve.client.connection import Client
+from mlx_serve.client.errors import Failure
+from mlx_serve.client.place import Place, place
 from mlx_serve.commands.bench.load import Round, Target
 from mlx_serve.commands.bench.workload import Conversation, Turn
-
-_TIMEOUT_S = 600.0
 
 
 def ask(
@@ -29,13 +27,11 @@ def ask(
     Greedy, unless ``fields`` say otherwise. Raises BenchmarkError.
     """
     target = _target(server, fields)
-    client = Client(target.server, target.path, Connections())
     try:
-        return client.ask(target.body(messages, max_tokens), heard=heard)
+        with Client(target.server) as client:
+            return client.ask(target.path, target.body(messages, max_tokens), heard=heard)
     except Failure as failure:
         raise _error(server, failure) from failure
-    finally:
-        client.close()
 
 
 def ask_all(server: Server, prompts: Sequence[Messages], n_clients: int, max_tokens: int) -> tuple[list[Answer], float]:
@@ -57,19 +53,17 @@ def ask_all(server: Server, prompts: Sequence[Messages], n_clients: int, max_tok
 
 
 def figures(server: Server, path: str) -> dict[str, Any]:
-    """What /health or /stats says. Raises OSError and HTTPException."""
-    connection = http.client.HTTPConnection(HOST, server.port, timeout=30)
-    try:
-        connection.request("GET", path)
-        found: dict[str, Any] = json.loads(connection.getresponse().read())
-        return found
-    finally:
-        connection.close()
+    """What /health or /stats says. Raises Failure."""
+    with Client(_place(server)) as client:
+        return client.get(path)
 
 
 def _target(server: Server, fields: dict[str, Any]) -> Target:
-    url = f"http://{HOST}:{server.port}/v1"
-    return Target(server_at(url, None, _TIMEOUT_S), server.model, fields={"temperature": 0, **fields})
+    return Target(_place(server), server.model, fields={"temperature": 0, **fields})
+
+
+def _place(server: Server) -> Place:
+    return place(f"http://{HOST}:{server.port}/v1")
 
 
 def _error(server: Server, failure: Failure) -> BenchmarkError:

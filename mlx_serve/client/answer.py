@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from mlx_serve.client.errors import Failure
+
 # Fields of a delta that hold generated text beside its content.
 _OTHER_TEXTS = ("reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
-
-
-class Failure(Exception):
-    """A request without a full answer. ``kind`` is one of few; the text is for people; ``status`` as in HTTP."""
-
-    def __init__(self, kind: str, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +119,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises Failure."""
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure("malformed stream", f"no JSON: {error}: {data[:200]!r}") from error
     if not isinstance(value, dict):
         raise Failure("malformed stream", f"no JSON object: {data[:200]!r}")

@@ -6,6 +6,7 @@ The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -14,7 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from mlx_serve.client import requests
+from mlx_serve.client.answer import error_message, parse_object
+from mlx_serve.client.connection import Client, objects, one_line, string
+from mlx_serve.client.errors import Failure
+from mlx_serve.client.place import Place, add_options, given_place
 from mlx_serve.commands.terminal import printable
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -25,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
     """The command; gives the exit status: 1 when a question that was not typed got no answer."""
     given = parser().parse_args(argv)
     try:
-        where = requests.place(given.url, given.api_key)
+        where = given_place(given)
         chat = Chat(where, given.model or _first_model(where), _fields(given), sys.stdout, sys.stderr)
-    except requests.CallError as error:
+    except (ValueError, Failure) as error:
         print(f"mlx-serve chat: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -47,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
         "With a question as arguments or on stdin it is answered, and that is all.",
     )
     top.add_argument("question", nargs="*", help="ask this; what is on stdin is put behind it")
-    requests.add_options(top)
+    add_options(top)
     top.add_argument("--model", help="model to ask (default: the first that the server lists)")
     top.add_argument("--system", help="system message")
     top.add_argument("--temp", type=float, metavar="TEMP", help="temperature (default: the server's)")
@@ -62,11 +66,9 @@ def _fields(given: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _first_model(where: requests.Place) -> str:
-    for model in requests.objects(requests.get(where, "/models").get("data")):
-        if name := requests.string(model.get("id")):
-            return name
-    raise requests.CallError(f"{where} lists no models")
+def _first_model(where: Place) -> str:
+    with Client(where) as client:
+        return client.first_model()
 
 
 def _once(chat: Chat, question: str) -> int:
@@ -113,7 +115,7 @@ class _Answer:
 class Chat:
     """A conversation: its messages, and where the answers go."""
 
-    def __init__(self, where: requests.Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
+    def __init__(self, where: Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
         self.where = where
         self.model = model
         self.messages: list[dict[str, str]] = []
@@ -130,7 +132,7 @@ class Chat:
         answer = _Answer(time.monotonic())
         try:
             self._stream(answer)
-        except requests.CallError as error:
+        except Failure as error:
             self.messages.pop()
             self._note(f"{error}\n")
             return False
@@ -144,25 +146,28 @@ class Chat:
     def _stream(self, answer: _Answer) -> None:
         body = {"model": self.model, "messages": self.messages, "stream": True, **self._fields}
         body["stream_options"] = {"include_usage": True}
-        with requests.events(self.where, "/chat/completions", body) as events:
-            for event in events:
-                self._take(answer, event)
+        with Client(self.where) as client:
+            for data, _ in client.events("/chat/completions", json.dumps(body).encode()):
+                if data != b"[DONE]":
+                    self._take(answer, parse_object(data))
         self._out.write("\n")
         self._out.flush()
         self._note(_figures(answer, time.monotonic()))
 
     def _take(self, answer: _Answer, event: dict[str, Any]) -> None:
+        if event.get("error") is not None:
+            raise Failure("error in the stream", one_line(error_message(event)))
         usage = event.get("usage")
         if isinstance(usage, dict):
             n_tokens = usage.get("completion_tokens")
             answer.n_tokens = n_tokens if isinstance(n_tokens, int) else None
-        for choice in requests.objects(event.get("choices")):
-            for delta in requests.objects([choice.get("delta")]):
+        for choice in objects(event.get("choices")):
+            for delta in objects([choice.get("delta")]):
                 self._take_delta(answer, delta)
 
     def _take_delta(self, answer: _Answer, delta: dict[str, Any]) -> None:
-        reasoning = requests.string(delta.get("reasoning_content")) or requests.string(delta.get("reasoning"))
-        content = requests.string(delta.get("content"))
+        reasoning = string(delta.get("reasoning_content")) or string(delta.get("reasoning"))
+        content = string(delta.get("content"))
         if (reasoning or content) and answer.first is None:
             answer.first = time.monotonic()
         if reasoning:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_serve import config, model_options
-from mlx_serve.client import requests
+from mlx_serve.client.connection import Client, objects
+from mlx_serve.client.errors import Failure
+from mlx_serve.client.place import add_options, given_place
 from mlx_serve.commands import found
 from mlx_serve.commands.found import Found
 from mlx_serve.commands.terminal import bytes_text, printable, table
@@ -53,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
         allow_abbrev=False,
     )
-    requests.add_options(top, has_default=False)
+    add_options(top, has_default=False)
     top.add_argument("--json", action="store_true", help="print JSON")
     return top
 
@@ -95,10 +97,11 @@ def _as_object(model: Found) -> dict[str, Any]:
 
 def _of_server(given: argparse.Namespace) -> int:
     try:
-        where = requests.place(given.url, given.api_key)
-        entries = requests.objects(requests.get(where, "/models").get("data"))
-        state = requests.health(where)
-    except requests.CallError as error:
+        where = given_place(given)
+        with Client(where) as client:
+            entries = objects(client.get("/models").get("data"))
+            state = client.get("/health", ok=(200, 503))
+    except (ValueError, Failure) as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1
     if given.json:

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "model_options": SHARED | {"flags", "config_file", "config", "demo", "engine"},
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
-    "client": {"client", "commands"},
+    "client": {"client"},
 }
 MAY_IMPORT_MLX = {
     "engine/mlx_backend.py",

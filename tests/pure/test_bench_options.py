@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mlx_serve.client.client import server_at
+from mlx_serve.client.place import place
 from mlx_serve.commands.bench import options
 from mlx_serve.commands.bench.options import from_args
 from mlx_serve.commands.bench.stats import Slo
@@ -12,7 +12,7 @@ from mlx_serve.commands.bench.stats import Slo
 
 def test_defaults():
     found = from_args([])
-    assert found.server.url == "http://127.0.0.1:8080/v1"
+    assert str(found.server) == "http://127.0.0.1:8080/v1"
     assert (found.concurrency, found.request_rates) == ((1, 4, 16), ())
     assert (found.workload, found.chat, found.ignore_eos) == ("random", True, None)
     assert found.fields == {"temperature": 0.0}
@@ -59,7 +59,6 @@ def test_the_key_of_the_environment(monkeypatch):
         ["--input-len", "1.5"],
         ["--extra-body", "[]"],
         ["--extra-body", "{"],
-        ["--base-url", "localhost:8080"],
         ["--base-url", "ftp://host"],
         ["--base-url", "http://host/v1?x=1"],
         ["--base-url", "http://host:port"],
@@ -92,10 +91,11 @@ def test_a_picture_needs_matplotlib(monkeypatch, capsys):
     ("url", "expected"),
     [
         ("http://host:1", "http://host:1/v1"),
+        ("localhost:8080", "http://localhost:8080/v1"),
         ("http://host:1/", "http://host:1/v1"),
         ("https://host/openai/v1/", "https://host/openai/v1"),
         ("http://[::1]:8080", "http://[::1]:8080/v1"),
     ],
 )
 def test_a_base_url(url, expected):
-    assert server_at(url, None, 1.0).url == expected
+    assert str(place(url, None, 1.0)) == expected

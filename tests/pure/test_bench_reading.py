@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mlx_serve.client.answer import Failure, Reading
+from mlx_serve.client.answer import Reading
+from mlx_serve.client.errors import Failure
 
 USAGE = {"prompt_tokens": 7, "completion_tokens": 5}
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.client.answer import Answer
+from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.ceiling import Offline
 from mlx_serve.commands.bench.report import Measured

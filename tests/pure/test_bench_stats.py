@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.client.answer import Answer
+from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench.stats import Record, Slo, Spread, percentile, spread, summarize, tpot_s
 
 

@@ -16,7 +16,7 @@ import pytest
 from apikit import DEADLINE_S, serving, until
 
 from mlx_serve import cli
-from mlx_serve.client import requests
+from mlx_serve.client.place import place
 from mlx_serve.commands import chat, models
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
@@ -92,7 +92,7 @@ def test_a_conversation_remembers(command, monkeypatch):
 def test_reasoning_is_a_note_and_dimmed_on_a_terminal(monkeypatch):
     out, notes = io.StringIO(), Terminal()
     with serving(saying("<think>Hm.</think>Yes.")) as server:
-        talk = chat.Chat(requests.place(url(server), None), "fake", {}, out, notes)
+        talk = chat.Chat(place(url(server)), "fake", {}, out, notes)
         assert talk.ask("Sure?")
     assert out.getvalue() == "Yes.\n"
     assert "".join(notes.getvalue().split("\x1b[2m")).replace("\x1b[0m", "").startswith("Hm.\n\n(")
@@ -103,7 +103,7 @@ def test_no_color_is_no_dimming(monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     notes = Terminal()
     with serving() as server:
-        assert chat.Chat(requests.place(url(server), None), "fake", {}, io.StringIO(), notes).ask("hi")
+        assert chat.Chat(place(url(server)), "fake", {}, io.StringIO(), notes).ask("hi")
     assert "tokens" in notes.getvalue()
     assert "\x1b" not in notes.getvalue()
 
@@ -127,7 +127,7 @@ def test_ctrl_c_stops_the_answer_and_frees_its_place(monkeypatch):
 
     with serving(lambda _: FakeBackend(answer=endless)) as server:
         notes = io.StringIO()
-        talk = chat.Chat(requests.place(url(server), None), "fake", {"max_tokens": 4000}, Pressed(), notes)
+        talk = chat.Chat(place(url(server)), "fake", {"max_tokens": 4000}, Pressed(), notes)
         assert talk.ask("Go on.", stoppable=True)
         until(lambda: server.scheduler.health().running == 0, "a free place")
     assert "(stopped)" in notes.getvalue()
@@ -137,7 +137,7 @@ def test_ctrl_c_stops_the_answer_and_frees_its_place(monkeypatch):
 def test_a_refusal_is_told_and_forgotten():
     with serving() as server:
         notes = io.StringIO()
-        talk = chat.Chat(requests.place(url(server), None), "fake", {}, io.StringIO(), notes)
+        talk = chat.Chat(place(url(server)), "fake", {}, io.StringIO(), notes)
         assert not talk.ask("x" * 5000)
         assert talk.messages == []
         assert talk.ask("short")

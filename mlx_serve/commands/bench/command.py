@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mlx_serve import __version__
-from mlx_serve.client.answer import Failure
-from mlx_serve.client.client import first_model
+from mlx_serve.client.connection import Client
+from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench import options as flags
 from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.arrivals import arrival_times
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         note(f"mlx-serve bench: {error}")
         return 1
     except Failure as failure:
-        note(f"mlx-serve bench: {options.server.url}: {failure.kind}: {failure}")
+        note(f"mlx-serve bench: {failure}")
         run.faults += 1
     except KeyboardInterrupt:
         run.interrupted = True
@@ -90,7 +90,7 @@ class Run:
         options = self._options
         make = self._workload()
         _raise_descriptor_limit(max((*options.concurrency, options.max_connections)))
-        self._model = options.model or first_model(options.server)
+        self._model = options.model or self._first_model()
         probed = probe(
             Target(options.server, self._model, options.chat, options.fields), options.ignore_eos, options.input_tokens
         )
@@ -104,6 +104,10 @@ class Run:
                 return
             if options.offline is not None:
                 self.rounds[-1] = replace(self.rounds[-1], offline=self._ceiling(options.offline, load))
+
+    def _first_model(self) -> str:
+        with Client(self._options.server) as client:
+            return client.first_model()
 
     def _workload(self) -> Callable[[Probed, str], list[Conversation]]:
         options = self._options
@@ -138,7 +142,7 @@ class Run:
         if not probed.ignores_eos and options.ignore_eos is None:
             note("the server does not take ignore_eos: answers may end early")
         self._server_facts = {"ignore_eos": probed.ignores_eos, **asdict(sizes)}
-        note(f"{options.server.url}, model {self._model}, {sizes.tokens_per_word:.2f} tokens a word")
+        note(f"{options.server}, model {self._model}, {sizes.tokens_per_word:.2f} tokens a word")
 
     def _warm_up(self, probed: Probed, load: Load) -> None:
         n = self._options.warmup
@@ -225,7 +229,7 @@ class Run:
         return {
             "mlx_serve": __version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "base_url": options.server.url,
+            "base_url": str(options.server),
             "model": self._model,
             "interrupted": self.interrupted,
             "server": self._server_facts,

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from mlx_serve.client.answer import Failure
-from mlx_serve.client.client import Client, Connections, Server
+from mlx_serve.client.connection import Client, Connections
+from mlx_serve.client.errors import Failure
+from mlx_serve.client.place import Place
 from mlx_serve.commands.bench.stats import Record
 from mlx_serve.commands.bench.workload import Conversation, Message
 
@@ -29,7 +30,7 @@ _TICK_S = 0.25
 class Target:
     """Whom to ask, and how. ``fields`` go into every request; one that is None takes a field out."""
 
-    server: Server
+    server: Place
     model: str
     chat: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -117,7 +118,7 @@ class Round:
         return futures
 
     def _client(self, todo: SimpleQueue[Conversation]) -> None:
-        client = Client(self._target.server, self._target.path, self._connections)
+        client = Client(self._target.server, self._connections)
         try:
             while not self._connections.ended:
                 self._converse(client, todo.get_nowait(), None)
@@ -128,7 +129,7 @@ class Round:
 
     def _visitor(self, conversation: Conversation, due_s: float) -> None:
         # Of its own: a connection that had waited might be one that the server is just closing.
-        client = Client(self._target.server, self._target.path, self._connections)
+        client = Client(self._target.server, self._connections)
         try:
             self._converse(client, conversation, due_s)
         finally:
@@ -146,7 +147,7 @@ class Round:
             late_s = 0.0 if due_s is None else start_s - due_s
             due_s = None  # what follows goes out when the answer is there
             try:
-                answer = client.ask(body, self._clock)
+                answer = client.ask(self._target.path, body, self._clock)
             except Failure as failure:
                 self._fail(Record(start_s, turn.output_tokens, prompt, failure=failure, late_s=late_s))
                 return

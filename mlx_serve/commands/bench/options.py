@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.client.client import Server, server_at
+from mlx_serve.client.place import Place, place
 from mlx_serve.commands.bench.ceiling import DEMO
 from mlx_serve.commands.bench.stats import Slo
 from mlx_serve.flags import json_object
@@ -28,7 +28,7 @@ WORKLOADS = ("random", "shared-prefix", "multi-turn", "file")
 class Options:
     """What to measure. None leaves the choice to the server, the file, or the default above."""
 
-    server: Server
+    server: Place
     model: str | None
     chat: bool
     concurrency: tuple[int, ...]
@@ -198,7 +198,7 @@ def from_args(argv: Sequence[str]) -> Options:
     top = parser()
     given = top.parse_args(argv)
     try:
-        server = server_at(given.base_url, given.api_key, given.timeout)
+        server = place(given.base_url, given.api_key, given.timeout)
     except ValueError as error:
         top.error(f"argument --base-url: {error}")
     workload = given.workload or ("file" if given.dataset else "random")

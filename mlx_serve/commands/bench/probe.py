@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_serve.client.answer import Answer, Failure
-from mlx_serve.client.client import Client, Connections
+from mlx_serve.client.answer import Answer
+from mlx_serve.client.connection import Client
+from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench.load import Target
 from mlx_serve.commands.bench.workload import Message, Sizes, words
 
@@ -55,8 +56,5 @@ def _with(target: Target, fields: Mapping[str, Any]) -> Target:
 
 def _ask(target: Target, n_words: int) -> Answer:
     message: Message = {"role": "user", "content": words(random.Random(f"probe {n_words}"), n_words)}
-    client = Client(target.server, target.path, Connections())
-    try:
-        return client.ask(target.body(target.prompt([message]), 1))
-    finally:
-        client.close()
+    with Client(target.server) as client:
+        return client.ask(target.path, target.body(target.prompt([message]), 1))

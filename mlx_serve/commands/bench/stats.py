@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mlx_serve.client.answer import Answer, Failure
+from mlx_serve.client.answer import Answer
+from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench.workload import Message
 
 
