@@ -42,10 +42,14 @@ def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
 
 
 class StopCutter:
-    """Ends the text before whichever of some strings (none of them empty) is complete first."""
+    """Ends the text at whichever of some strings (none of them empty) is complete first.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Before that string, or with ``keeps_stop`` behind it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._stops = tuple(stops)
+        self._keeps_stop = keeps_stop
         self._pending = ""
         # The string that ended the text.
         self.match: str | None = None
@@ -63,7 +67,8 @@ class StopCutter:
         found = _first(self._pending, self._stops)
         if found is not None:
             start, self.match = found
-            out, self._pending = self._pending[:start], ""
+            end = start + len(self.match) if self._keeps_stop else start
+            out, self._pending = self._pending[:end], ""
             return out
         keep = held_back(self._pending, self._stops)
         cut = len(self._pending) - keep
