@@ -154,9 +154,6 @@ class Sampling:
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
-    # Further tokens that end the output, and the only ones that may be in it; None: any.
-    stop_token_ids: tuple[int, ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
     # A llguidance grammar that the output has to match.
     grammar: str | None = None
     gate: Gate = Gate()
@@ -164,14 +161,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and whether they end inside the model's reasoning (a template may open it itself).
-
-    ``continues``: the answer goes on from text that they end with.
-    """
+    """Token ids, and whether they end inside the model's reasoning (a template may open it itself)."""
 
     tokens: tuple[int, ...]
     in_reasoning: bool = False
-    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class ToolChoice:
     """``names``: the functions that may be called; None: all."""
 
     mode: Literal["none", "auto", "required"]
-    names: tuple[str, ...] | None = None
+    names: frozenset[str] | None = None
 
 
 AUTO = ToolChoice("auto")
@@ -44,12 +44,12 @@ def _tool_choice(value: Any) -> ToolChoice:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("required", (name,))
+            return ToolChoice("required", frozenset([name]))
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
         }:
-            return ToolChoice(mode, tuple(_allowed_name(tool) for tool in tools))
+            return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
     raise fault(
         "Must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}."
@@ -72,7 +72,7 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
         raise ApiError(400, "'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice")
     unknown = set(choice.names or ()) - {tool.function.name for tool in tools}
     if unknown:
-        raise ApiError(400, f"'tool_choice' names '{min(unknown)}', which is not in 'tools'.", param="tool_choice")
+        raise ApiError(400, f"'tool_choice' names '{min(unknown)[:80]}', which is not in 'tools'.", param="tool_choice")
 
 
 def offered(choice: ToolChoice, tools: Sequence[Tool]) -> list[tuple[int, Tool]]:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from mlx_serve.text.callbody import CallBody
 from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
+from mlx_serve.text.stops import StopSearch
 
 # A control token's character, or the text up to the next one.
 _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
@@ -42,14 +43,10 @@ def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
 
 
 class StopCutter:
-    """Ends the text at whichever of some strings (none of them empty) is complete first.
+    """Ends the text before whichever of some strings (none of them empty) is complete first."""
 
-    Before that string, or with ``keeps_stop`` behind it.
-    """
-
-    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
-        self._stops = tuple(stops)
-        self._keeps_stop = keeps_stop
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._search = StopSearch(stops)
         self._pending = ""
         # The string that ended the text.
         self.match: str | None = None
@@ -63,15 +60,14 @@ class StopCutter:
         """The text that is certainly before any stop string. After a match nothing comes."""
         if self.stopped:
             return ""
+        n_before = len(self._pending)
         self._pending += text
-        found = _first(self._pending, self._stops)
+        found = self._search.feed(text)
         if found is not None:
-            start, self.match = found
-            end = start + len(self.match) if self._keeps_stop else start
-            out, self._pending = self._pending[:end], ""
+            end, self.match = found
+            out, self._pending = self._pending[: n_before + end - len(self.match)], ""
             return out
-        keep = held_back(self._pending, self._stops)
-        cut = len(self._pending) - keep
+        cut = len(self._pending) - self._search.n_held
         out, self._pending = self._pending[:cut], self._pending[cut:]
         return out
 

@@ -117,14 +117,17 @@ class ChunkedBody:
         limits = self._limits
         self._n_body += size
         self._n_extension += n_extension
-        self._n_overhead += n_line + 2 * len(_CRLF)
+        self._n_overhead += n_line + 2 * len(_CRLF) + limits.chunk_cost
         if self._n_body > limits.max_body_bytes:
             raise _too_large(limits)
         # RFC 9112 7.1.1: a recipient ought to limit the total length of chunk extensions.
         if self._n_extension > limits.max_chunk_extension_bytes:
             raise Refusal(400, f"chunk extensions are longer than {limits.max_chunk_extension_bytes} bytes")
         if self._n_overhead - self._n_body > limits.max_chunk_overhead:
-            raise Refusal(400, f"chunks so small that their framing is {limits.max_chunk_overhead} bytes over the data")
+            most, cost = limits.max_chunk_overhead, limits.chunk_cost
+            raise Refusal(
+                400, f"chunks so small that their framing, plus {cost} bytes each, is {most} bytes over the data"
+            )
 
     def _data(self, body: bytearray) -> bool:
         piece = self._lines.take(self._n_chunk_left)

@@ -89,7 +89,9 @@ class Exchange:
         except ClientGone as gone:
             self._note("gone", str(gone))
             status = 499
-        except Exception:  # noqa: BLE001  # the request boundary: nothing that a request causes goes further
+        except (SystemExit, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException:  # noqa: BLE001  # the request boundary; a panic of an extension in Rust is no Exception
             _log.exception("request %s failed", self._request_id)
             self._fail()
         finally:

@@ -46,12 +46,14 @@ class FramingLimits:
     max_header_bytes: int = 64 * 1024
     max_header_fields: int = 100
     max_body_bytes: int = 32 * 1024 * 1024
-    # One chunk-size line; all extensions of a body; the trailer section; and what sizes and line ends may come to
-    # above the data, or a body in chunks of a byte would cost more to cut up than to answer.
+    # One chunk-size line; all extensions of a body; the trailer section; and what the framing of all chunks may come to
+    # above the data. Cutting off a chunk takes as long as copying thousands of bytes: each counts ``chunk_cost`` bytes
+    # besides its own framing: a body in chunks of a few bytes would cost more to cut up than to answer.
     max_chunk_line: int = 4 * 1024
     max_chunk_extension_bytes: int = 16 * 1024
     max_trailer_bytes: int = 8 * 1024
-    max_chunk_overhead: int = 1024 * 1024
+    max_chunk_overhead: int = 16 * 1024 * 1024
+    chunk_cost: int = 256
 
 
 class Refusal(Exception):

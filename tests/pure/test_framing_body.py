@@ -8,7 +8,12 @@ from mlx_serve.wire.body import BodyDecoder, ChunkedBody, LengthBody, body_decod
 from mlx_serve.wire.framing import FramingLimits, HeadReader, Refusal
 
 LIMITS = FramingLimits(
-    max_body_bytes=100, max_chunk_line=60, max_chunk_extension_bytes=80, max_trailer_bytes=50, max_chunk_overhead=400
+    max_body_bytes=100,
+    max_chunk_line=60,
+    max_chunk_extension_bytes=80,
+    max_trailer_bytes=50,
+    max_chunk_overhead=400,
+    chunk_cost=0,
 )
 ONE = b"5\r\nhello\r\n"
 LAST = b"0\r\n\r\n"
@@ -133,8 +138,24 @@ def test_refused(raw: bytes, status: int) -> None:
 
 
 def test_many_tiny_chunks_cost_a_refusal_not_the_machine() -> None:
-    limits = FramingLimits(max_chunk_overhead=1000)
+    limits = FramingLimits(max_chunk_overhead=1000, chunk_cost=0)
     assert read(ChunkedBody(limits), b"1\r\na\r\n" * 1000, 4096) == 400
+
+
+@pytest.mark.parametrize("size", [1, 6, 60])
+def test_small_chunks_cost_more_than_their_bytes(size: int) -> None:
+    """Without it, chunks longer than their framing could be as many as the body has room for."""
+    limits = FramingLimits(max_chunk_overhead=100_000)
+    chunk = b"%x\r\n%b\r\n" % (size, b"a" * size)
+    assert read(ChunkedBody(limits), chunk * 600, 4096) == 400
+    few = read(ChunkedBody(limits), chunk * 300 + LAST, 4096)
+    assert few == (b"a" * size * 300, b"")
+
+
+def test_chunks_of_a_usual_size_cost_nothing() -> None:
+    limits = FramingLimits(max_chunk_overhead=1000)
+    chunk = b"400\r\n%b\r\n" % (b"a" * 1024)
+    assert read(ChunkedBody(limits), chunk * 2000 + LAST, 65536) == (b"a" * 1024 * 2000, b"")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mlx_serve.engine.fake_backend import FakeTokenizer, parse_words
 from mlx_serve.text.callbody import WholeCalls
 from mlx_serve.text.pieces import Piece, Symbols, is_symbol
+from mlx_serve.text.stops import StopSearch
 from mlx_serve.text.stream import Layout, RegionSplitter, StopCutter, held_back
 
 CONTROLS = {1: "<think>", 2: "</think>", 3: "<tool_call>", 4: "</tool_call>", 5: "<|open|>", 6: "<|sep|>", 7: "<eos>"}
@@ -55,6 +56,33 @@ def test_stop_cutting_does_not_depend_on_the_pieces(text, stops, cuts):
     found = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     want = text[: sum(min(found))] if found else text
     assert cut(stops, pieces_of(text, cuts)) == (want, bool(found))
+
+
+@pytest.mark.parametrize("n_stops", [1, 64])
+def test_stop_strings_that_almost_match_cost_a_step_a_character(n_stops):
+    """Not one for each character that is held back: those are compared once."""
+
+    class Counted(str):
+        n_asked = 0
+
+        def __getitem__(self, key):
+            Counted.n_asked += 1
+            return super().__getitem__(key)
+
+    n_chars = 3000
+    search = StopSearch([Counted("a" * 1000 + chr(200 + i)) for i in range(n_stops)])
+    Counted.n_asked = 0
+    for char in "a" * n_chars:
+        assert search.feed(char) is None
+    assert search.n_held == 1000
+    assert Counted.n_asked <= 4 * n_stops * n_chars
+
+
+@given(st.text("ab", max_size=60), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4))
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text, stops):
+    search = StopSearch(stops)
+    if search.feed(text) is None:
+        assert search.n_held == held_back(text, stops)
 
 
 def test_nothing_comes_after_a_stop():

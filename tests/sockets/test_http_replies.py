@@ -8,10 +8,10 @@ import re
 
 import pytest
 
-from mlx_serve.core import internal_error
+from mlx_serve.core import RawRequest, Response, internal_error
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.log import RequestLog, as_json, as_text
-from tests.sockets.wirekit import HOST, Client, eventually, get, post, serving
+from tests.sockets.wirekit import HOST, Client, FakeApp, eventually, get, post, serving
 
 
 def test_every_reply_says_who_when_and_which() -> None:
@@ -140,6 +140,39 @@ def test_a_failure_inside_is_a_500_without_details(caplog: pytest.LogCaptureFixt
         assert b"secret" not in reply.body
         assert "secret of the inside" in caplog.text
         assert client.send(get()).reply().status == 200
+
+
+class Panic(BaseException):
+    """As an extension in Rust raises it: no Exception."""
+
+
+def test_a_panic_inside_is_a_500_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(app: FakeApp, request: RawRequest) -> Response:
+        raise Panic("secret of the inside")
+
+    with serving() as running, running.connect() as client:
+        monkeypatch.setattr(FakeApp, "_answer", panic)
+        reply = client.send(post(b"/echo")).reply()
+        assert (reply.status, reply.error()["type"]) == (500, "server_error")
+        assert b"secret" not in reply.body
+        assert "secret of the inside" in caplog.text
+        monkeypatch.undo()
+        assert client.send(get()).reply().status == 200
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_what_ends_a_thread_is_not_answered(kind: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(app: FakeApp, request: RawRequest) -> Response:
+        raise kind
+
+    with serving() as running:
+        monkeypatch.setattr(FakeApp, "_answer", leave)
+        with running.connect() as client:
+            client.send(post(b"/echo"))
+            assert client.at_end()
+        monkeypatch.undo()
+        assert running.ask(get()).status == 200
 
 
 def test_a_header_that_would_break_its_line_is_never_sent(caplog: pytest.LogCaptureFixture) -> None:

@@ -658,7 +658,7 @@ def test_an_ended_response_is_not_streamed_again(model):
         ("PUT", "/v1/responses", 405),
         ("POST", "/v1/responses/compact", 405),
         ("GET", "/v1/responses/a/b", 404),
-        ("GET", "/v1/responses/", 405),
+        ("GET", "/v1/responses/", 404),
     ],
 )
 def test_other_routes_are_not_there(model, method, path, status):

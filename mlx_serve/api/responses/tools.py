@@ -173,7 +173,7 @@ class ToolChoice:
     """``names``: the tools that may be called; None: all."""
 
     mode: Literal["none", "auto", "required"]
-    names: tuple[str, ...] | None = None
+    names: frozenset[str] | None = None
 
     def allows(self, offer: Offer) -> bool:
         """Whether a tool may be called."""
@@ -188,9 +188,9 @@ def _tool_choice(value: Any) -> ToolChoice:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function" | "custom", "name": str(name)}:
-            return ToolChoice("required", (name,))
+            return ToolChoice("required", frozenset([name]))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            return ToolChoice(mode, tuple(filter(None, map(_allowed_name, tools))))
+            return ToolChoice(mode, frozenset(filter(None, map(_allowed_name, tools))))
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise fault(f"This server has no tool of its own of type {kind[:80]!r}.")
     raise fault(
