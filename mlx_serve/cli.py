@@ -61,6 +61,8 @@ COMMANDS: dict[str, str] = {
 _OTHER_DESCRIPTORS = 256
 # Time for the errors of requests that did not end in time to reach their clients.
 _LAST_WORDS_S = 2.0
+# Time for the MLX thread to end its step and write what it keeps. One that hangs never would.
+_WORKER_S = 30.0
 
 
 class Models(Tokenizers, backend.Models, Protocol):
@@ -252,18 +254,25 @@ def serve(
             log.info("%s", ready_line(settings, catalog, server))
             _warn_of_nothing(catalog)
         stop.wait()
-        log.info("ending: no new requests; running ones get %g s", settings.drain_timeout)
         draining.set()
-        if not server.drain(settings.drain_timeout):
-            log.warning("some requests did not end in time")
+        if worker.fault is None:
+            _drain(server, settings.drain_timeout)
     finally:
-        worker.stop()
+        has_ended = worker.stop(_WORKER_S)
         # Whoever still waited has an error to read now.
         server.drain(_LAST_WORDS_S)
         server.close()
         accepting.join()
     if worker.fault is not None:
-        raise EngineLost(f"can't go on: {worker.fault}") from worker.fault
+        raise EngineLost(f"can't go on: {worker.fault!r}") from worker.fault
+    if not has_ended:
+        raise EngineLost(f"the MLX thread did not end within {_WORKER_S:g} s")
+
+
+def _drain(server: Server, timeout_s: float) -> None:
+    log.info("ending: no new requests; running ones get %g s", timeout_s)
+    if not server.drain(timeout_s):
+        log.warning("some requests did not end in time")
 
 
 def services(

@@ -19,6 +19,8 @@ def health(services: Services, request: RawRequest) -> Response:
         "waiting": state.waiting,
         "running": state.running,
     }
+    if state.reason:
+        body["reason"] = state.reason
     return json_response(body, status=200 if status == "ok" else 503)
 
 

@@ -5,12 +5,14 @@
                   +------------------ cancel, time out, recover, stop -------------+
 
 A job is looked at, inserted and only then taken off the queue: whatever raises in between, it is still in a list, and
-its client is told. Only the worker thread touches the slots and their backends; the queue is shared, under the lock.
+its client is told. Only the worker thread touches backends and changes the slots; the queue is shared, under the lock.
+A step may hang: whatever has to be answered in time (``expire``, ``cancel``, ``stop``, ``health``) never waits for one.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,15 +23,22 @@ from typing import Literal
 
 from mlx_serve.core import ApiError, EngineStats, Event, Failed, Job, ModelStats
 from mlx_serve.engine.backend import Backend, Models, Opening, is_last
+from mlx_serve.engine.deadlines import Deadlines, retry_headers
+from mlx_serve.engine.heartbeat import Costs, Heartbeat, Overdue
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
-# Told to a refused client: about as long as a short answer takes, so that its retry finds room.
-RETRY_AFTER_S = 2
 # A step can't be interrupted, and a place is to be free within a second of its client's hanging up.
 IDLE_GAP_S = 0.5
+# Least time after which a piece of the MLX thread's work may be called overdue, and that of a first piece, of which
+# nothing is known: a model's first step compiles kernels, its weights may come from a slow disk.
+_STEP_S = (20.0, 120.0)
+_LOAD_S = (120.0, 120.0)
+_OTHER_S = (60.0, 60.0)
+# While the MLX thread works, it is looked at so often.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What /health tells. ``models`` are those in memory, the most recently used last."""
+    """What /health tells. ``models`` are those in memory, the most recently used last.
 
-    status: Literal["ok", "loading", "stopped"]
+    "stalled": the MLX thread's present step takes far longer than steps do; ``reason`` says what it is at.
+    """
+
+    status: Literal["ok", "loading", "stalled", "stopped"]
     models: tuple[str, ...]
     waiting: int
     running: int
+    reason: str = ""
 
 
 @dataclass(slots=True)
@@ -60,6 +73,7 @@ class _Slot:
     backend: Backend
     running: dict[Job, None] = field(default_factory=dict)
     used_s: float = 0.0
+    costs: Costs = field(default_factory=lambda: Costs(*_STEP_S))
 
     @property
     def n_prefilling(self) -> int:
@@ -73,6 +87,10 @@ class Scheduler:
         self._models = models
         self._limits = limits
         self._clock = clock
+        self._deadlines = Deadlines(limits.queue_timeout_s, limits.request_timeout_s)
+        self._heart = Heartbeat(clock)
+        self._load_costs = Costs(*_LOAD_S)
+        self._other_costs = Costs(*_OTHER_S)
         self._changed = Condition()
         self._waiting = Waiting()
         # By name, the least recently used first. Only the worker thread writes; health() takes a copy.
@@ -121,22 +139,23 @@ class Scheduler:
     def cancel(self, jobs: Collection[Job]) -> None:
         """Let go of jobs; harmless for those that have ended. Their places are free after the step that is running."""
         with self._changed:
-            for job in jobs:
-                job.cancelled = True
-            self._cancelled = True
-            self._changed.notify_all()
+            self._let_go(jobs)
 
     def health(self) -> Health:
         """A snapshot for /health."""
         with self._changed:
-            status: Literal["ok", "loading", "stopped"] = "ok"
+            overdue = self._heart.overdue()
+            status: Literal["ok", "loading", "stalled", "stopped"] = "ok"
             if self._stopped:
                 status = "stopped"
+            elif overdue is not None:
+                status = "stalled"
             elif self._opening is not None and not self._served:
                 # Later loads are part of the service: a load balancer that saw "loading" would take the server out.
                 status = "loading"
             n_running = sum(len(slot.running) for slot in self._slots.values())
-            return Health(status, tuple(self._slots), len(self._waiting), n_running)
+            reason = str(overdue) if status == "stalled" else ""
+            return Health(status, tuple(self._slots), len(self._waiting), n_running, reason)
 
     def stats(self) -> EngineStats:
         """A snapshot for the metrics."""
@@ -165,12 +184,55 @@ class Scheduler:
         kv_bytes = slot.backend.kv_bytes(running) if running else 0
         return ModelStats(name, n_waiting, len(running), self._models.weights_bytes(name), kv_bytes)
 
+    # Called by the watch thread.
+
+    def expire(self) -> None:
+        """Tell the jobs whose time is over, and let go of them."""
+        now = self._clock()
+        with self._changed:
+            jobs = [(job, True) for job in self._waiting] + [(job, False) for job in self._running()]
+            late = {job: error for job, waits in jobs if (error := self._deadlines.fault(job, now, waits=waits))}
+            self._let_go(late)
+        for job, error in late.items():
+            self._fail([job], error)
+
+    def wait_for_deadline(self) -> None:
+        """Block until a job's time may be over, or the MLX thread should be looked at."""
+        with self._changed:
+            if self._stopped:
+                return
+            dues = [self._deadlines.due_s(job, waits=True) for job in self._waiting]
+            dues += [self._deadlines.due_s(job, waits=False) for job in self._running()]
+            next_s = max(0.0, min(dues, default=math.inf) - self._clock())
+            if dues or not self._heart.is_resting:
+                next_s = min(next_s, _LOOK_S)
+            self._changed.wait(None if next_s == math.inf else next_s)
+
+    def overdue(self) -> Overdue | None:
+        """What the MLX thread is at, if it takes far longer than such work does. Any thread."""
+        return self._heart.overdue()
+
+    def _running(self) -> list[Job]:
+        """Of all models, but for those whose clients were told already."""
+        # Copies at one go: the worker thread takes jobs out without the lock.
+        return [job for slot in self._slots.values() for job in list(slot.running) if not job.cancelled]
+
+    def _let_go(self, jobs: Collection[Job]) -> None:
+        """Under the lock: off the queue now, out of the batches after the step that is running."""
+        if not jobs:
+            return
+        for job in jobs:
+            job.cancelled = True
+        self._waiting.take(lambda job: job.cancelled)
+        self._cancelled = True
+        self._changed.notify_all()
+
     # Called by the worker thread.
 
     def step(self) -> bool:
         """Drop what has ended, load and admit what there is room for, go a step on. False: there was nothing to do."""
+        self._heart.turn_to("admission", self._other_costs)
         self._drop_cancelled()
-        self._drop_late()
         try:
             self._continue_opening()
         except ApiError as error:
@@ -181,12 +243,14 @@ class Scheduler:
         gap_s = self._gap_s([slot for _, slot in active])
         for name, slot in active:
             self._stepping = name
+            self._heart.turn_to(f"a step of {name}", slot.costs)
             for job, event in slot.backend.step(gap_s):
                 if is_last(event):
                     slot.running.pop(job, None)
                 job.events.put(event)
             self._stepping = None
             slot.used_s = self._clock()
+        self._heart.turn_to("memory", self._other_costs)
         self._bound_caches()
         self._memory = self._models.memory()
         return bool(active) or self._opening is not None
@@ -195,6 +259,7 @@ class Scheduler:
         """Block until there is something to do, or for ``at_most_s`` seconds."""
         self._models.rest()
         self._memory = self._models.memory()
+        self._heart.rest()
         timeouts = [timeout_s for timeout_s in (at_most_s, self._next_expiry_s()) if timeout_s is not None]
         with self._changed:
             self._changed.wait_for(
@@ -208,12 +273,13 @@ class Scheduler:
             self._continue_opening()
         self._memory = self._models.memory()
 
-    def recover(self, error: ApiError) -> None:
-        """After ``step`` raised: fail those whom it concerns, so that the next step can go on.
+    def recover(self, error: ApiError) -> bool:
+        """After ``step`` raised: fail those whom it concerns, so that the next step can go on. False: nobody.
 
         A job on its way in fails alone; a model that can't be loaded fails all that wait for it; a step that failed
         fails its model's jobs, and the backend, whose state is unknown, is made anew.
         """
+        self._heart.turn_to("recovery", self._other_costs)
         job, self._admitting = self._admitting, None
         name, self._stepping = self._stepping, None
         if job is not None:
@@ -223,13 +289,17 @@ class Scheduler:
                 slot = self._slots.pop(name)
                 # It may have failed to let go of some, with those of other models still to come.
                 self._cancelled = True
+            # First of all: what follows may raise in its turn.
+            self._fail(slot.running, error)
             # Memory may be what was wanting.
             slot.backend.shrink_cache(0)
-            self._fail(slot.running, error)
             self._make_anew(name)
         elif self._opening is not None:
             (name, _), self._opening = self._opening, None
             self._fail(self._take(lambda other: other.model == name), error)
+        else:
+            return False
+        return True
 
     def _make_anew(self, name: str) -> None:
         """A backend on weights that are still in memory."""
@@ -238,11 +308,19 @@ class Scheduler:
         else:
             self._models.unload(name)
 
-    def stop(self) -> None:
-        """Refuse new jobs and fail all others. Any thread may call it; the worker's loop then ends."""
+    def stop(self, error: ApiError | None = None) -> None:
+        """Refuse new jobs and tell all others at once; those that run get ``error``, or that the server stops.
+
+        Any thread may call it; the worker's loop then ends.
+        """
         with self._changed:
             self._stopped = True
+            waiting = list(self._waiting)
+            running = self._running()
+            self._let_go([*waiting, *running])
             self._changed.notify_all()
+        self._fail(waiting, _stopping())
+        self._fail(running, error or _stopping())
 
     @property
     def stopped(self) -> bool:
@@ -252,15 +330,11 @@ class Scheduler:
     def close(self) -> None:
         """The worker's last act: nobody is left waiting, and backends are closed on the thread that made them."""
         self.stop()
-        if self._opening is not None:
-            self._opening[1].close()
-            self._opening = None
-        for slot in self._slots.values():
-            self._fail(slot.running, _stopping())
-            slot.running.clear()
-        self._fail(self._take(lambda _: True), _stopping())
         with self._changed:
+            opening, self._opening = self._opening, None
             slots, self._slots = self._slots, {}
+        if opening is not None:
+            opening[1].close()
         for slot in slots.values():
             slot.backend.close()
 
@@ -271,32 +345,14 @@ class Scheduler:
             if not self._cancelled:
                 return
             self._cancelled = False
-            self._waiting.take(lambda job: job.cancelled)
-        self._remove(lambda job: job.cancelled)
-
-    def _drop_late(self) -> None:
-        """Fail the jobs whose time is over."""
-        now = self._clock()
-        wait_s, total_s = self._limits.queue_timeout_s, self._limits.request_timeout_s
-        if wait_s:
-            self._fail(self._take(lambda job: now - job.arrived_s > wait_s), _waited_too_long(wait_s))
-        if total_s:
-            self._fail(self._take(lambda job: now - job.arrived_s > total_s), _took_too_long(total_s))
-            self._remove(lambda job: now - job.arrived_s > total_s, _took_too_long(total_s))
-
-    def _remove(self, unwanted: Callable[[Job], bool], error: ApiError | None = None) -> None:
-        """Take running jobs out of their batches, and tell them why. None: nobody listens any more."""
         for name, slot in self._slots.items():
-            gone = [job for job in slot.running if unwanted(job)]
+            gone = [job for job in slot.running if job.cancelled]
             if gone:
                 self._stepping = name
                 slot.backend.remove(gone)
                 self._stepping = None
             for job in gone:
                 del slot.running[job]
-            if error is not None:
-                # At once: the next model's backend may raise.
-                self._fail(gone, error)
 
     # Models.
 
@@ -321,6 +377,7 @@ class Scheduler:
         if self._opening is None:
             return
         name, opening = self._opening
+        self._heart.turn_to(f"the loading of {name}", self._load_costs)
         try:
             next(opening)
         except StopIteration as opened:
@@ -328,6 +385,7 @@ class Scheduler:
                 self._slots[name] = _Slot(opened.value, used_s=self._clock())
                 self._opening = None
                 self._served = True
+        self._heart.turn_to("admission", self._other_costs)
 
     def _unload(self, name: str) -> None:
         with self._changed:
@@ -363,7 +421,7 @@ class Scheduler:
         """
         held: set[str] = set()
         for job in self._in_line():
-            if job.model in held:
+            if job.cancelled or job.model in held:
                 continue
             self._admitting = job
             try:
@@ -386,8 +444,9 @@ class Scheduler:
         if not self._has_memory(job, slot):
             return "blocked"
         slot.backend.insert(job)
-        self._take(lambda other: other is job)
+        # At one go, for ``stop`` and ``expire`` to find it in one of the two.
         with self._changed:
+            self._waiting.take(lambda other: other is job)
             slot.running[job] = None
             # The most recently used one last.
             self._slots[job.model] = self._slots.pop(job.model)
@@ -490,7 +549,7 @@ def _queue_full(max_queue: int, n_jobs: int) -> ApiError:
         f"The server is busy: {max_queue} sequences are waiting already (--max-queue). Try again soon.",
         type="rate_limit_error",
         code="rate_limit_exceeded",
-        headers=_retry(),
+        headers=retry_headers(),
     )
 
 
@@ -508,28 +567,5 @@ def _never_fits(job: Job, wanted: int, limit: int) -> ApiError:
     )
 
 
-def _waited_too_long(limit_s: float) -> ApiError:
-    return ApiError(
-        503,
-        f"The request waited {limit_s:g} seconds for its turn (--queue-timeout). Try again later.",
-        type="server_error",
-        code="queue_timeout",
-        headers=_retry(),
-    )
-
-
-def _took_too_long(limit_s: float) -> ApiError:
-    return ApiError(
-        504,
-        f"The request was not done after {limit_s:g} seconds (--request-timeout).",
-        type="server_error",
-        code="request_timeout",
-    )
-
-
 def _stopping() -> ApiError:
-    return ApiError(503, "The server is shutting down.", type="server_error", headers=_retry())
-
-
-def _retry() -> tuple[tuple[str, str], ...]:
-    return (("Retry-After", str(RETRY_AFTER_S)),)
+    return ApiError(503, "The server is shutting down.", type="server_error", headers=retry_headers())

@@ -1,4 +1,4 @@
-"""The one thread that touches MLX. It steps the scheduler, and it never dies silently.
+"""The one thread that touches MLX. It steps the scheduler; when it ends, all jobs are told and so is its owner.
 
 Every mlx array, stream and cache is made, used and dropped here: MLX streams belong to the thread that made them.
 """
@@ -13,8 +13,12 @@ from typing import Protocol
 
 from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.watch import Watch
 
 log = logging.getLogger(__name__)
+
+# Steps that fail one after the other without a job or a model to blame: more of them will not end by themselves.
+_MOST_UNEXPLAINED = 3
 
 
 class Peers(Protocol):
@@ -33,9 +37,10 @@ class Peers(Protocol):
 class Worker(Thread):
     """Runs the scheduler until it is stopped, then calls ``release`` to let all models go.
 
-    ``ready`` is done when the first model is loaded, or could not be. With ``peers`` a step may fail in a way that
-    can't be repaired, for nobody knows whether it failed for all of them: ``fault`` is then set, ``on_fault`` called,
-    and the thread ends.
+    ``ready`` is done when the first model is loaded, or could not be. What ends the thread before it is stopped is
+    ``fault``: something that is no Exception (a panic in Rust), a recovery that failed, or, with ``peers``, a step that
+    failed on nobody knows which of them. All jobs are then told, and ``on_fault`` is called; nothing can be generated
+    in this process any more.
     """
 
     def __init__(
@@ -54,22 +59,29 @@ class Worker(Thread):
         self._peers = peers
         self._on_fault = on_fault
         self.ready: Future[None] = Future()
-        self.fault: Exception | None = None
+        self.fault: BaseException | None = None
+        self._n_unexplained = 0
 
     def run(self) -> None:
-        """The thread's life: load, step until stopped, close."""
-        try:
-            self._load()
-            while not self._scheduler.stopped:
-                self._step()
-        finally:
-            self._scheduler.close()
-            self._release()
+        """The thread's life: load, step until stopped, close. Each part is tried, whatever came of the one before."""
+        for part in (self._live, self._scheduler.close, self._release):
+            try:
+                part()
+            except BaseException as error:  # the thread boundary; a panic in Rust is no Exception
+                log.critical("the MLX thread failed and ends", exc_info=error)
+                self._give_up(error)
 
-    def stop(self) -> None:
-        """End the thread after the step that is running, and wait for it."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Tell all jobs, and wait until the thread has ended after its present step. False: it took too long."""
         self._scheduler.stop()
-        self.join()
+        self.join(timeout_s)
+        return not self.is_alive()
+
+    def _live(self) -> None:
+        Watch(self._scheduler, self).start()
+        self._load()
+        while not self._scheduler.stopped:
+            self._step()
 
     def _load(self) -> None:
         try:
@@ -87,18 +99,25 @@ class Worker(Thread):
         try:
             if not self._scheduler.step():
                 self._rest()
+            self._n_unexplained = 0
         except Exception as error:  # the thread boundary: what went wrong concerns the requests, not the server
             log.exception("a generation step failed")
-            if self._peers is None or self._peers.survives(error):
-                self._scheduler.recover(internal_error())
-            else:
-                self._give_up(self._peers, error)
+            if self._peers is not None and not self._peers.survives(error):
+                raise
+            if not self._scheduler.recover(internal_error()):
+                self._n_unexplained += 1
+            if self._n_unexplained > _MOST_UNEXPLAINED:
+                raise
 
     def _rest(self) -> None:
         self._scheduler.wait(None if self._peers is None else self._peers.beat())
 
-    def _give_up(self, peers: Peers, error: Exception) -> None:
-        peers.lose()
-        self.fault = error
-        self._scheduler.stop()
+    def _give_up(self, error: BaseException) -> None:
+        if self._peers is not None:
+            self._peers.lose()
+        if self.fault is None:
+            self.fault = error
+        if not self.ready.done():
+            self.ready.set_exception(error)
+        self._scheduler.stop(internal_error())
         self._on_fault()

@@ -338,7 +338,7 @@ def test_a_step_that_fails_ends_the_engine_for_nobody_knows_what_the_others_did(
     assert ended.wait(DEADLINE_S)
     worker.stop()
     assert worker.fault is failing
-    assert asked.events.get(timeout=DEADLINE_S).error.status == 503
+    assert asked.events.get(timeout=DEADLINE_S).error.status == 500
     # Nothing is said any more; here the follower is told to end by the test.
     assert joined.ranks.posted[-1][0] == "step"
     joined.ranks.lost = False

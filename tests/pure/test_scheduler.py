@@ -245,18 +245,174 @@ def test_stopping_tells_everyone_and_refuses_the_next():
     assert caught.value.status == 503
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_whatever_ends_the_worker_nobody_is_left_waiting():
-    def end(_jobs):
-        raise SystemExit
+class Panic(BaseException):
+    """As what comes out of Rust (pyo3's PanicException)."""
 
-    scheduler = Scheduler(FakeModels(lambda _: FakeBackend(on_step=end)), Limits(max_queue=8))
-    a = job()
-    scheduler.submit([a])
-    worker = worker_of(scheduler)
-    assert wait(a)[-1].error.status == 503
+
+def held(on_step):
+    """A worker whose one place runs a job, with another one behind it; what the worker's owner is told."""
+    scheduler = Scheduler(FakeModels(lambda _: FakeBackend(capacity=1, on_step=on_step)), Limits(max_queue=8))
+    told = threading.Event()
+    worker = Worker(scheduler, None, lambda: None, on_fault=told.set)
+    running, waiting = job(), job()
+    scheduler.submit([running, waiting])
+    return scheduler, worker, told, running, waiting
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), SystemExit(), KeyboardInterrupt()])
+def test_whatever_ends_the_worker_all_jobs_and_its_owner_are_told(error):
+    def end(_jobs):
+        raise error
+
+    scheduler, worker, told, running, waiting = held(end)
+    worker.start()
+    assert wait(running)[-1].error.status == 500
+    assert wait(waiting)[-1].error.status == 503
+    assert told.wait(DEADLINE_S)
     worker.join(DEADLINE_S)
+    assert worker.fault is error
     assert scheduler.health().status == "stopped"
+
+
+def test_a_recovery_that_fails_ends_the_worker_and_nobody_is_left_waiting():
+    class Unrecoverable(Failing):
+        def shrink_cache(self, max_bytes):
+            raise MemoryError
+
+    scheduler, opened = make(capacity=1, backend=Unrecoverable)
+    worker = worker_of(scheduler, "m")
+    worker.ready.result(DEADLINE_S)
+    opened[0][1].bad = True
+    running, waiting = job(), job()
+    scheduler.submit([running, waiting])
+    assert wait(running)[-1].error.status == 500
+    assert wait(waiting)[-1].error.status == 503
+    worker.join(DEADLINE_S)
+    assert isinstance(worker.fault, MemoryError)
+
+
+def test_a_backend_that_cannot_be_closed_does_not_keep_the_models_from_being_released():
+    class Unclosable(FakeBackend):
+        def close(self):
+            raise RuntimeError("close")
+
+    released = threading.Event()
+    scheduler, _ = make(backend=Unclosable)
+    worker = Worker(scheduler, "m", released.set)
+    worker.start()
+    worker.ready.result(DEADLINE_S)
+    assert worker.stop(DEADLINE_S)
+    assert released.is_set()
+    assert str(worker.fault) == "close"
+
+
+def test_steps_that_fail_again_and_again_with_nobody_to_blame_end_the_worker(monkeypatch):
+    scheduler, _ = make()
+    broken = RuntimeError("no device")
+
+    def fail(_models):
+        raise broken
+
+    monkeypatch.setattr(FakeModels, "memory", fail)
+    worker = worker_of(scheduler)
+    a = job("a" * 90)
+    scheduler.submit([a])
+    assert wait(a)[-1].error.status == 500
+    worker.join(DEADLINE_S)
+    assert worker.fault is broken
+
+
+def test_a_load_that_panics_is_told_to_who_waits_for_it():
+    def load(_name):
+        raise Panic
+
+    worker = Worker(Scheduler(FakeModels(load)), "m", lambda: None)
+    worker.start()
+    assert isinstance(worker.ready.exception(DEADLINE_S), Panic)
+    worker.join(DEADLINE_S)
+    assert isinstance(worker.fault, Panic)
+
+
+@pytest.fixture
+def hanging():
+    """A worker whose first step does not end before the test does."""
+    hold, began = threading.Event(), threading.Event()
+
+    def hang(_jobs):
+        began.set()
+        hold.wait(DEADLINE_S)
+
+    clock = Clock()
+    models = FakeModels(lambda _: FakeBackend(capacity=1, on_step=hang))
+    limits = Limits(max_queue=1, queue_timeout_s=5, request_timeout_s=9)
+    scheduler = Scheduler(models, limits, clock)
+    worker = worker_of(scheduler, "m")
+    worker.ready.result(DEADLINE_S)
+    running = job("a" * 50)
+    scheduler.submit([running])
+    assert began.wait(DEADLINE_S)
+    yield scheduler, worker, clock, running, hold
+    hold.set()
+    assert worker.stop(DEADLINE_S)
+
+
+def test_time_outs_are_told_while_a_step_hangs(hanging):
+    scheduler, _, clock, running, _ = hanging
+    waiting = job()
+    scheduler.submit([waiting])
+    clock.now += 6
+    assert wait(waiting)[-1].error.code == "queue_timeout"
+    clock.now += 6
+    assert wait(running)[-1].error.code == "request_timeout"
+
+
+def test_who_leaves_the_queue_while_a_step_hangs_makes_room_at_once(hanging):
+    scheduler, *_ = hanging
+    first = job()
+    scheduler.submit([first])
+    with pytest.raises(ApiError, match="--max-queue"):
+        scheduler.submit([job()])
+    scheduler.cancel([first])
+    scheduler.submit([job()])
+
+
+def test_stopping_tells_everyone_while_a_step_hangs(hanging):
+    scheduler, worker, _, running, _ = hanging
+    waiting = job()
+    scheduler.submit([waiting])
+    assert not worker.stop(timeout_s=0)
+    assert [wait(one)[-1].error.status for one in (running, waiting)] == [503, 503]
+
+
+def test_a_job_that_was_told_is_out_of_its_batch_after_the_step(hanging):
+    scheduler, _, clock, running, hold = hanging
+    clock.now += 20
+    assert wait(running)[-1].error.code == "request_timeout"
+    next_one = job()
+    scheduler.submit([next_one])
+    hold.set()
+    assert tokens_of(wait(next_one)) == [*b"ab", EOS]
+    assert scheduler.health().running == 0
+
+
+def test_health_tells_of_a_step_that_hangs_and_the_log_where(hanging, caplog, monkeypatch):
+    scheduler, _, clock, running, hold = hanging
+    logged = threading.Event()
+    monkeypatch.setattr(caplog.handler, "flush", logged.set)
+    assert scheduler.health().status == "ok"
+    with caplog.at_level("ERROR", "mlx_serve.engine.watch"):
+        clock.now += 130
+        wait(running)
+        assert logged.wait(DEADLINE_S)
+    assert "in hang" in caplog.text
+    health = scheduler.health()
+    assert (health.status, health.running) == ("stalled", 1)
+    assert "a step of m for 130 s" in health.reason
+    hold.set()
+    next_one = job()
+    scheduler.submit([next_one])
+    wait(next_one)
+    assert scheduler.health().status == "ok"
 
 
 def test_many_threads_each_get_their_own_tokens_while_others_cancel():
@@ -533,7 +689,7 @@ def test_who_waits_too_long_is_told():
     scheduler.submit([running, waiting])
     scheduler.step()
     clock.now += 6
-    scheduler.step()
+    scheduler.expire()
     (failed,) = events_of(waiting)
     assert (failed.error.status, failed.error.code) == (503, "queue_timeout")
     run(scheduler)
@@ -548,8 +704,9 @@ def test_what_takes_too_long_is_ended():
     scheduler.submit([running, waiting])
     scheduler.step()
     clock.now += 6
-    scheduler.step()
+    scheduler.expire()
     assert [events_of(one)[-1].error.code for one in (running, waiting)] == ["request_timeout"] * 2
+    scheduler.step()
     assert scheduler.health().running == 0
     assert not scheduler.step()
 
@@ -581,10 +738,13 @@ def test_who_took_too_long_is_told_even_when_another_model_fails_to_let_go():
     clock = Clock()
     scheduler, jobs = stuck_model(1, clock, request_timeout_s=5)
     clock.now += 6
+    scheduler.expire()
+    assert [events_of(one)[-1].error.code for one in jobs] == ["request_timeout"] * 3
     with pytest.raises(RuntimeError):
         scheduler.step()
-    scheduler.recover(ApiError(500, "failed", code="failed"))
-    assert [events_of(one)[-1].error.code for one in jobs] == ["request_timeout", "failed", "request_timeout"]
+    scheduler.recover(ApiError(500, "failed"))
+    scheduler.step()
+    assert scheduler.health().running == 0
 
 
 def test_the_cancelled_jobs_behind_a_model_that_fails_to_let_go_are_dropped_too():

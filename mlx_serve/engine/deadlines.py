@@ -1,0 +1,57 @@
+"""When a job's time is over, and the error that its client then gets. Knows no thread: the scheduler has the jobs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mlx_serve.core import ApiError, Job
+
+# Told to a refused client: about as long as a short answer takes, so that its retry finds room.
+RETRY_AFTER_S = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that a job may wait for its turn, and seconds that it may take in all. 0: any time."""
+
+    queue_timeout_s: float = 0.0
+    request_timeout_s: float = 0.0
+
+    def due_s(self, job: Job, *, waits: bool) -> float:
+        """When the job's time is over, on the clock of its arrival. ``waits``: its turn has not come."""
+        limits = [self.request_timeout_s, self.queue_timeout_s if waits else 0.0]
+        return min((job.arrived_s + limit for limit in limits if limit), default=math.inf)
+
+    def fault(self, job: Job, now: float, *, waits: bool) -> ApiError | None:
+        """What to tell the client of a job whose time is over; None: it is not."""
+        age_s = now - job.arrived_s
+        if waits and self.queue_timeout_s and age_s >= self.queue_timeout_s:
+            return _waited_too_long(self.queue_timeout_s)
+        if self.request_timeout_s and age_s >= self.request_timeout_s:
+            return _took_too_long(self.request_timeout_s)
+        return None
+
+
+def retry_headers() -> tuple[tuple[str, str], ...]:
+    """For errors after which the same request may succeed."""
+    return (("Retry-After", str(RETRY_AFTER_S)),)
+
+
+def _waited_too_long(limit_s: float) -> ApiError:
+    return ApiError(
+        503,
+        f"The request waited {limit_s:g} seconds for its turn (--queue-timeout). Try again later.",
+        type="server_error",
+        code="queue_timeout",
+        headers=retry_headers(),
+    )
+
+
+def _took_too_long(limit_s: float) -> ApiError:
+    return ApiError(
+        504,
+        f"The request was not done after {limit_s:g} seconds (--request-timeout).",
+        type="server_error",
+        code="request_timeout",
+    )
