@@ -27,6 +27,10 @@ class StopSearch:
         """How many of the text's last characters may be the beginning of one of the strings."""
         return max(self._n_matched, default=0)
 
+    def restart(self) -> None:
+        """A new text begins."""
+        self._n_matched = [0] * len(self._strings)
+
     def feed(self, text: str) -> tuple[int, str] | None:
         """More of the text. The string that is complete first, and where in ``text`` it ends; of two, the longer.
 

@@ -72,7 +72,8 @@ class StopCutter:
         return out
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows."""
+        """What was held back, now that nothing follows. A stop string does not reach over this place."""
+        self._search.restart()
         out, self._pending = self._pending, ""
         return out
 

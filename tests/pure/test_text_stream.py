@@ -85,6 +85,12 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(text, stops
         assert search.n_held == held_back(text, stops)
 
 
+def test_a_stop_string_does_not_reach_over_a_flush():
+    cutter = StopCutter(["stop"])
+    assert (cutter.feed("st"), cutter.flush(), cutter.feed("op"), cutter.stopped) == ("", "st", "op", False)
+    assert (cutter.feed(" stop"), cutter.stopped) == (" ", True)
+
+
 def test_nothing_comes_after_a_stop():
     cutter = StopCutter(["x"])
     assert cutter.feed("axb") == "a"
