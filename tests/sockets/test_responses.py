@@ -7,8 +7,10 @@ import pytest
 from apikit import DEADLINE_S, until
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 from responsekit import events_of, joined, kinds, plain, scripted
 
+from mlx_serve.api.responses.items import Item, Other, as_list
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.core import ApiError
 
@@ -511,10 +513,50 @@ def test_an_id_that_a_client_made_up_is_no_reference(model):
 
 
 def test_a_conversation_that_has_grown_too_large_is_refused(model, monkeypatch):
-    monkeypatch.setattr("mlx_serve.api.responses.endpoints.MAX_CONVERSATION_BYTES", 1000)
+    monkeypatch.setattr("mlx_serve.api.responses.asked.MAX_CONVERSATION_BYTES", 1000)
     first = model.whole("Hello.", input="x" * 500)
     second = model.whole("Hello.", input="x" * 500, previous_response_id=first["id"])
     assert model.refused(previous_response_id=second["id"])["param"] == "previous_response_id"
+
+
+def test_what_the_server_does_not_know_is_not_kept():
+    junk, store = [[]] * 1000, ResponseStore()
+    others = [{"type": "x", "a": junk}, {"type": "web_search_call", "id": "ws_1", "action": junk}]
+    with scripted(store=store) as script:
+        response = script.whole("Hello.", input=[others[0], USER, others[1]], ignored=junk)
+        assert [item["type"] for item in script.listed(response["id"])["data"]] == ["message"]
+    assert store.n_bytes < 4000
+
+
+def test_a_conversation_of_too_many_values_is_refused():
+    """Each request that goes on from it would parse them all again."""
+    with scripted(max_json_values=1500) as script:
+        first = script.whole("Hello.", input=[USER | {"ignored": [0] * 1000}])
+        second = script.whole("Hello.", previous_response_id=first["id"], input=[USER | {"ignored": [0] * 1000}])
+        error = script.refused(previous_response_id=second["id"])
+        assert (error["param"], error["code"]) == ("previous_response_id", "too_many_json_values")
+
+
+def test_items_named_again_and_again_count_each_time(model, monkeypatch):
+    monkeypatch.setattr("mlx_serve.api.responses.asked.MAX_CONVERSATION_BYTES", 20_000)
+    response = model.whole("x" * 1000)
+    reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+    model.whole("Yes.", input=[USER, *[reference] * 2])
+    error = model.refused(input=[USER, *[reference] * 100])
+    assert "20000 bytes" in error["message"]
+    assert error["param"].startswith("input[")
+
+
+def test_an_output_is_parsed_once_however_many_of_its_items_are_named(model, monkeypatch):
+    response = model.whole(TURNS[0], tools=[WEATHER])
+    references = [{"type": "item_reference", "id": item["id"]} for item in response["output"]]
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr(
+        "mlx_serve.api.responses.asked.json.loads", lambda text, **more: parsed.append(text) or loads(text, **more)
+    )
+    model.whole("Yes.", input=[USER, *references * 5, next_input(response, "rain")], tools=[WEATHER])
+    assert len([text for text in parsed if isinstance(text, bytes) and references[0]["id"].encode() in text]) == 1
 
 
 def test_the_store_can_be_off():
@@ -658,7 +700,7 @@ def test_an_ended_response_is_not_streamed_again(model):
         ("PUT", "/v1/responses", 405),
         ("POST", "/v1/responses/compact", 405),
         ("GET", "/v1/responses/a/b", 404),
-        ("GET", "/v1/responses/", 404),
+        ("GET", "/v1/responses/", 405),
     ],
 )
 def test_other_routes_are_not_there(model, method, path, status):
@@ -752,4 +794,5 @@ def test_no_request_is_a_fault_of_ours(model, path, junk, stream):
     assert response["status"] in ("incomplete", "completed")
     assert model.get(response["id"])[2] == response
     status, _, listed = model.get(f"{response['id']}/input_items?order=asc")
-    assert (status, len(listed["data"])) == (200, 1 if isinstance(body["input"], str) else len(body["input"]))
+    given = [TypeAdapter(Item).validate_python(item) for item in as_list(body["input"])]
+    assert (status, len(listed["data"])) == (200, sum(not isinstance(item, Other) for item in given))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
-from pydantic import TypeAdapter
-
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import OutputOptions
-from mlx_serve.api.render import dumps
 from mlx_serve.api.responses import history
-from mlx_serve.api.responses.items import Item, Reference, as_list, listed
+from mlx_serve.api.responses.asked import Asked, keeper, read
 from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
-from mlx_serve.api.responses.schema import ResponseRequest
-from mlx_serve.api.responses.store import ResponseStore, Turn, conversation, input_of
-from mlx_serve.api.schema import read_object, validated
+from mlx_serve.api.responses.store import Turn, input_of
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -38,16 +32,12 @@ from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 
-_ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _MAX_PAGE, _PAGE = 100, 20
-_DEEPER = 100
-# As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
-MAX_CONVERSATION_BYTES = 32 * 2**20
 
 
 def create(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses"""
-    asked = _read(services.responses, request.body)
+    asked = read(services.responses, request.body, services.max_json_values)
     body = asked.body
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     must_call, free_input = body.must_call(), body.free_input()
@@ -62,14 +52,14 @@ def create(services: Services, request: RawRequest) -> Response:
     jobs = make_jobs(services, entry, body, [prompt], limit, param="input")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
-    keep = _keeper(services.responses, asked) if stored else lambda _: None
+    keep = keeper(services.responses, asked) if stored else lambda _: None
     writer = ResponseWriter(response, Shape.of(body), keep)
     return Reply(services, request, entry, jobs, options, body.stream).respond(writer, tokenizer)
 
 
 def input_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/input_tokens: what a request's prompt comes to."""
-    asked = _read(services.responses, request.body)
+    asked = read(services.responses, request.body, services.max_json_values)
     entry, tokenizer = find_model(services, asked.body.model, asked.body.adapters, asked.body.draft_model)
     prompt = _prompt(services, request, entry, tokenizer, asked)
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
@@ -118,69 +108,7 @@ def input_items(services: Services, request: RawRequest) -> Response:
     return json_response({"object": "list", "data": page, **places_of})
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request with what the server keeps for it. ``own``: its items as they came, references resolved."""
-
-    raw: Mapping[str, Any]
-    body: ResponseRequest
-    own: list[dict[str, Any]]
-    items: list[Item]
-    before: Turn | None
-
-
-def _read(store: ResponseStore, raw_body: bytes) -> _Asked:
-    raw = read_object(raw_body)
-    body = validated(ResponseRequest, raw)
-    _check_text(raw)
-    before = _before(store, body.previous_response_id) if body.previous_response_id is not None else None
-    own: list[dict[str, Any]] = list(as_list([] if raw.get("input") is None else raw["input"]))
-    # A client may name one item as often as a body has room for.
-    kept = cache(store.item)
-    items = [_ITEM.validate_python(item) for item in conversation(before)]
-    for i, item in enumerate(body.input):
-        if isinstance(item, Reference):
-            own[i] = _referred(kept(item.id), item.id, f"input[{i}].id")
-        items.append(_ITEM.validate_python(own[i]) if isinstance(item, Reference) else item)
-    return _Asked(raw, body, own, items, before)
-
-
-def _before(store: ResponseStore, response_id: str) -> Turn:
-    param = "previous_response_id"
-    found = store.turn(response_id)
-    if found is None:
-        text = f"Previous response with id '{response_id[:80]}' not found."
-        raise ApiError(400, text, param=param, code="previous_response_not_found")
-    if found.n_conversation_bytes > MAX_CONVERSATION_BYTES:
-        text = f"The conversation has more than {MAX_CONVERSATION_BYTES} bytes: begin a new one."
-        raise ApiError(400, text, param=param)
-    return found
-
-
-def _referred(found: dict[str, Any] | None, item_id: str, param: str) -> dict[str, Any]:
-    if found is None:
-        text = f"Item with id '{item_id[:80]}' not found: only items of a response that was stored can be referred to."
-        raise ApiError(400, text, param=param)
-    return found
-
-
-def _check_text(raw: Mapping[str, Any]) -> None:
-    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double.
-
-    Events and kept items hold it some levels deeper, and are written from deeper calls: what is nested almost too
-    deeply would fail when the answer is there already.
-    """
-    nested: Any = raw
-    for _ in range(_DEEPER):
-        nested = [nested]
-    try:
-        dumps(nested).encode()
-    except ValueError:
-        text = "The request holds half of a surrogate pair, or a number that is too large."
-        raise ApiError(400, text) from None
-
-
-def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, asked: _Asked) -> Prompt:
+def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, asked: Asked) -> Prompt:
     """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
     messages = history.as_messages(asked.items, asked.body.instructions)
     most = context_tokens(services, entry)
@@ -196,7 +124,7 @@ def _render(
     request: RawRequest,
     entry: ModelEntry,
     tokenizer: Tokenizer,
-    asked: _Asked,
+    asked: Asked,
     messages: Sequence[dict[str, Any]],
 ) -> Prompt:
     check = context_check(services, request, entry, "input")
@@ -241,16 +169,6 @@ def _default_limit(services: Services, entry: ModelEntry) -> int:
     """As at OpenAI, an answer may be as long as the context leaves room for: agents do not say how long."""
     most = context_tokens(services, entry)
     return defaults_of(services, entry).max_tokens if most is None else most
-
-
-def _keeper(store: ResponseStore, asked: _Asked) -> Callable[[dict[str, Any]], None]:
-    own = [listed(item) for item in asked.own]
-
-    def keep(response: dict[str, Any]) -> None:
-        ours = [item["id"] for item in response["output"]]
-        store.keep(response, own, asked.before, ours)
-
-    return keep
 
 
 def _id(request: RawRequest) -> str:

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
 
+from mlx_serve.api.cost import n_values
+
 # What a turn costs besides its JSON.
 _TURN_BYTES = 1024
 
@@ -32,13 +34,16 @@ class Turn:
     before: Turn | None
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
-    # The items of the conversation up to here, in bytes.
+    # The items of the conversation up to here, in bytes and in values of JSON.
     n_conversation_bytes: int = field(init=False)
+    n_conversation_values: int = field(init=False)
     # Kept responses, and turns behind it, that need this one.
     n_users: int = 0
 
     def __post_init__(self) -> None:
         self.n_conversation_bytes = self._n_item_bytes + (self.before.n_conversation_bytes if self.before else 0)
+        n_before = self.before.n_conversation_values if self.before else 0
+        self.n_conversation_values = n_values(self.own) + n_values(self.output) + n_before
 
     @property
     def n_bytes(self) -> int:
@@ -91,13 +96,11 @@ class ResponseStore:
             self._entries.move_to_end(response_id)
             return entry.turn
 
-    def item(self, item_id: str) -> dict[str, Any] | None:
-        """An item that the server gave an id to, or None."""
+    def turn_of_item(self, item_id: str) -> Turn | None:
+        """The turn whose output holds an item that the server gave an id to, or None."""
         with self._lock:
             self._drop_expired()
-            turn = self._turn_of_item.get(item_id)
-        found: Iterable[dict[str, Any]] = json.loads(turn.output) if turn is not None else ()
-        return next((item for item in found if item.get("id") == item_id), None)
+            return self._turn_of_item.get(item_id)
 
     def keep(
         self,
