@@ -18,6 +18,7 @@ from pathlib import Path
 from benchmarks.children import HOST, end_on_sigterm
 from mlx_serve import logs
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.core import Job
 from mlx_serve.engine.catalog import Catalog, ModelEntry
@@ -46,7 +47,8 @@ def serve(port: int, n_streams: int, step_s: float) -> None:
     models = FakeModels(lambda _: FakeBackend(capacity=n_streams, answer=endless, on_step=pause))
     scheduler = Scheduler(models, Limits())
     worker = Worker(scheduler, "fake", models.close)
-    app = Api(Services(scheduler, Catalog(entry, ["fake"]), models, "fp_fake"))
+    grammars = GrammarCompiler(models.vocabulary)
+    app = Api(Services(scheduler, Catalog(entry, ["fake"]), models, "fp_fake", grammars))
     server = Server(app, ServerOptions(address=(HOST, port), on_end=app.observe))
     worker.start()
     try:
@@ -54,6 +56,7 @@ def serve(port: int, n_streams: int, step_s: float) -> None:
     finally:
         worker.stop()
         server.close()
+        grammars.close()
 
 
 def serve_bare(port: int, n_bytes: int, n_events: int, step_s: float) -> None:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, progress, ranked
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
-from mlx_serve.api.serving import Services, Tokenizers
+from mlx_serve.api.serving import Grammars, Services, Tokenizers
 from mlx_serve.config import Config
 from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine import backend
@@ -68,8 +69,8 @@ _WORKER_S = 30.0
 class Models(Tokenizers, backend.Models, Protocol):
     """Where tokenizers and backends come from."""
 
-    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
-        """Compile a grammar for a model's tokens; what is wrong with it, or ""."""
+    def vocabulary(self, entry: ModelEntry) -> Vocabulary:
+        """A model's tokens, for grammars."""
 
     def close(self) -> None:
         """Let all models go."""
@@ -240,7 +241,8 @@ def serve(
     first = catalog.default
     worker = Worker(scheduler, first.name if first is not None else None, models.close, peers=peers, on_fault=stop.set)
     draining = threading.Event()
-    app = Api(services(settings, catalog, models, scheduler, draining.is_set, worker.ready.done))
+    grammars = GrammarCompiler(models.vocabulary)
+    app = Api(services(settings, catalog, models, scheduler, grammars, draining.is_set, worker.ready.done))
     server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
@@ -262,6 +264,7 @@ def serve(
         # Whoever still waited has an error to read now.
         server.drain(_LAST_WORDS_S)
         server.close()
+        grammars.close()
         accepting.join()
     if worker.fault is not None:
         raise EngineLost(f"can't go on: {worker.fault!r}") from worker.fault
@@ -280,6 +283,7 @@ def services(
     catalog: Catalog,
     models: Models,
     scheduler: Scheduler,
+    grammars: Grammars,
     draining: Callable[[], bool] = lambda: False,
     started: Callable[[], bool] = lambda: True,
 ) -> Services:
@@ -303,7 +307,7 @@ def services(
         draft_model=settings.draft_model,
         draining=draining,
         started=started,
-        check_grammar=models.check_grammar,
+        grammars=grammars,
         max_queue=settings.max_queue,
         max_json_values=settings.max_json_values,
         page=page.files() if settings.ui else {},

@@ -125,6 +125,18 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """A llguidance grammar that a process with limits has compiled, which took ``n_bytes`` of memory there.
+
+    ``compiled`` is the engine's: what jobs copy, held as long as somebody may need it. None: on another rank.
+    """
+
+    text: str
+    n_bytes: int
+    compiled: object = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen, with mlx-lm's meaning of each field; penalties of 0 are off.
 
@@ -154,8 +166,8 @@ class Sampling:
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
-    # A llguidance grammar that the output has to match.
-    grammar: str | None = None
+    # What the output has to match.
+    grammar: Grammar | None = None
     gate: Gate = Gate()
 
 

@@ -91,7 +91,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/chat/completions"""
     body = schema.parse(schema.ChatRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
-    grammar = compiled_grammar(services, entry, body.rule(), body.must_call)
+    grammar = compiled_grammar(services, entry, body.rule(), body.must_call, request.alive)
     prompt = request_prompt(services, request, entry, tokenizer, body)
     options = OutputOptions(
         tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
@@ -110,7 +110,7 @@ def completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/completions"""
     body = schema.parse(schema.CompletionRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
-    grammar = compiled_grammar(services, entry, body.rule(), ())
+    grammar = compiled_grammar(services, entry, body.rule(), (), request.alive)
     check = context_check(services, request, entry, "prompt")
     prompts = [_completion_prompt(check, entry, tokenizer, prompt) for prompt in body.prompt]
     is_scored = body.wanted_logprobs is not None

@@ -38,7 +38,7 @@ def messages(services: Services, request: RawRequest) -> Response:
     """POST /v1/messages"""
     body = parse(MessagesRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    grammar = compiled_grammar(services, entry, body.rule(), body.must_call)
+    grammar = compiled_grammar(services, entry, body.rule(), body.must_call, request.alive)
     prompt = _prompt(services, request, entry, tokenizer, body)
     options = OutputOptions(
         tuple(body.stop_sequences),

@@ -22,6 +22,7 @@ from mlx_serve.core import (
     ClientGone,
     Event,
     Gate,
+    Grammar,
     Job,
     Prompt,
     RawRequest,
@@ -33,7 +34,7 @@ from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.formats import formats
-from mlx_serve.text.grammar import Function, Rule, compile_forced_call, compile_rule
+from mlx_serve.text.grammar import Function, Rule
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 
@@ -52,6 +53,15 @@ class Tokenizers(Protocol):
         """The tokenizer of a model. Raises ApiError when it can't be loaded."""
 
 
+class Grammars(Protocol):
+    """Where compiled grammars come from: ``grammars.GrammarCompiler``."""
+
+    def compile(
+        self, entry: ModelEntry, rule: Rule | None, functions: Sequence[Function], alive: Callable[[], bool]
+    ) -> Grammar:
+        """The grammar of a call of one of ``functions``, if there are any, or else of ``rule``. Raises ApiError."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """What the endpoints work with."""
@@ -60,6 +70,8 @@ class Services:
     catalog: Catalog
     tokenizers: Tokenizers
     fingerprint: str
+    # Compiles what requests demand of their texts.
+    grammars: Grammars
     defaults: Defaults = field(default_factory=Defaults)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
@@ -69,8 +81,6 @@ class Services:
     draining: Callable[[], bool] = lambda: False
     # Whether the default model has been loaded once, or there is none.
     started: Callable[[], bool] = lambda: True
-    # Compiles a grammar for a model before a job needs it, and says what is wrong with it, or "".
-    check_grammar: Callable[[ModelEntry, str], str] = lambda entry, grammar: ""
     # What clients of the Responses dialect may come back to.
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics = field(default_factory=Metrics)
@@ -251,25 +261,23 @@ def defaults_of(services: Services, entry: ModelEntry) -> Defaults:
 
 
 def compiled_grammar(
-    services: Services, entry: ModelEntry, rule: Rule | None, functions: Sequence[Function]
-) -> str | None:
+    services: Services,
+    entry: ModelEntry,
+    rule: Rule | None,
+    functions: Sequence[Function],
+    alive: Callable[[], bool],
+) -> Grammar | None:
     """What the text has to match: a call of one of ``functions``, if there are any, or else ``rule``.
 
-    Raises ApiError 400 when that is too much, or cannot be compiled for the model.
+    Raises ApiError 400 when that is too much, or cannot be compiled for the model; ClientGone when ``alive`` says so.
     """
-    if functions:
+    if functions and rule is not None and rule.param not in _FORMAT_FIELDS:
         # A format is for an answer in words, and there will be none.
-        if rule is not None and rule.param not in _FORMAT_FIELDS:
-            text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
-            raise ApiError(400, text, param=rule.param)
-        grammar, param = compile_forced_call(functions), "tools"
-    elif rule is not None:
-        grammar, param = compile_rule(rule), rule.param
-    else:
+        text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
+        raise ApiError(400, text, param=rule.param)
+    if not functions and rule is None:
         return None
-    if fault := services.check_grammar(entry, grammar):
-        raise ApiError(400, f"Invalid value for '{param}': it cannot be compiled: {fault}", param=param)
-    return grammar
+    return services.grammars.compile(entry, rule, functions, alive)
 
 
 def chat_gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> Gate:
@@ -280,7 +288,7 @@ def chat_gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> G
     return found.gate(in_reasoning=prompt.in_reasoning, with_calls=with_calls)
 
 
-def constrain(jobs: Sequence[Job], grammar: str, gate: Gate) -> None:
+def constrain(jobs: Sequence[Job], grammar: Grammar, gate: Gate) -> None:
     """Hold the jobs to a grammar."""
     for job in jobs:
         job.sampling = replace(job.sampling, grammar=grammar, gate=gate)

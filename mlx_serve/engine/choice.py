@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
-from mlx_serve.engine.constraints import Constraint, Vocabulary
+from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.kv_size import NO_KV, KvSize
 from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.prefix_cache import PrefixCache

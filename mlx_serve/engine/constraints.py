@@ -1,132 +1,29 @@
 """What a job's next token may be: a grammar's masks, where the grammar takes hold, and when the end may come.
 
-Masks are numpy arrays of booleans: nothing here knows MLX, text or HTTP. Only this module of the engine knows
-llguidance, which is an extra, and imports it when the first grammar comes. Its matchers raise nothing for what a
-client brings about (too complex a grammar, say): they turn into an error that is kept, and that fails one job alone.
+Masks are numpy arrays of booleans: nothing here knows MLX, text or HTTP. A matcher of llguidance (``grammars.py``)
+raises nothing for what a client brings about (too complex a grammar, say): it turns into an error that is kept, and
+that fails one job alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-from threading import Lock
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_serve.core import ApiError, Sampling
+from mlx_serve.core import Sampling
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-# What one job's grammar may cost the others: llguidance's limits, lowered so that a hostile grammar fails before it
-# takes much memory (with 50,000 states one took 7 GB) or much of a step, and a budget of time for what gets past them.
-# Ordinary schemas need 0.01 to 1 ms a token.
-_LIMITS: dict[str, Any] = {
-    "max_lexer_states": 20_000,
-    "initial_lexer_fuel": 300_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 10_000,
-    "max_grammar_size": 100_000,
-    "precompute_large_lexemes": False,
-    "verbose_errors": False,
-}
+# CPU time that one job's grammar may take of the thread that all jobs share: for its masks so far, and for one of them.
+# CPU time and not wall time, which other processes of a busy machine take too. llguidance's own limits end most masks
+# sooner; ordinary schemas need 0.01 to 1 ms a token.
 _BUDGET_S = 0.5
 _BUDGET_PER_TOKEN_S = 0.01
-# Compiled grammars that are kept: a copy for a job then takes microseconds instead of milliseconds.
-_MAX_COMPILED = 32
-
-
-class TokenTable(Protocol):
-    """What a grammar's masks are made from."""
-
-    n_tokens: int
-    eos_ids: frozenset[int]
-    # All control tokens by their id; and those that are never text, whether they have one or not.
-    controls: Mapping[int, str]
-    special_ids: frozenset[int]
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """What a token adds to the text."""
-
-
-class Vocabulary:
-    """A model's tokens, as llguidance wants them, and the grammars that were compiled for them. Any thread.
-
-    It is made when the first grammar comes, and kept as long as the model's tokenizer: reading the tokens takes about
-    half a second for 50,000 of them, and as long again inside llguidance, with Python's lock held.
-    """
-
-    def __init__(self, tokens: TokenTable, vocab_size: int) -> None:
-        self._tokens = tokens
-        self._vocab_size = max(vocab_size, tokens.n_tokens)
-        self._trie: Any = None
-        self._trie_lock = Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._lock = Lock()
-
-    def check(self, grammar: str) -> str:
-        """Compile a grammar for the jobs that follow. What is wrong with it, or ""."""
-        return str(self._prototype(grammar).get_error())
-
-    def matcher(self, grammar: str) -> Any:
-        """A matcher at the grammar's start. Raises ApiError 400."""
-        prototype = self._prototype(grammar)
-        if prototype.is_error():
-            raise ApiError(400, f"The grammar cannot be compiled: {prototype.get_error()}")
-        # A matcher must not be used by two threads at a time, not even to be copied.
-        with self._lock:
-            return prototype.deep_copy()
-
-    def _prototype(self, grammar: str) -> Any:
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                return self._compiled[grammar]
-        # Not under the lock: a client's big grammar must not keep the MLX thread from another one's.
-        prototype = self._compile(grammar)
-        with self._lock:
-            self._compiled[grammar] = prototype
-            while len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return prototype
-
-    def _compile(self, grammar: str) -> Any:
-        from llguidance import LLMatcher, LLParserLimits
-
-        return LLMatcher(self._made_trie(), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
-
-    def _made_trie(self) -> Any:
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        with self._trie_lock:
-            if self._trie is None:
-                # From bytes rather than from tokenizer.json: any tokenizer will do, and Python's lock is held for
-                # half as long.
-                table = TokenizerWrapper(_Table(self._tokens))
-                self._trie = LLTokenizer(table, n_vocab=self._vocab_size, eos_token=sorted(self._tokens.eos_ids))
-            return self._trie
-
-
-class _Table:
-    """The attributes that llguidance's TokenizerWrapper reads."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: TokenTable) -> None:
-        self._encode = tokens.encode
-        self.eos_token_id = min(tokens.eos_ids)
-        # No grammar is spelled with them: "<think>" inside of a JSON string would not be text to whoever reads it.
-        self.special_token_ids = sorted({*tokens.controls, *tokens.special_ids, *tokens.eos_ids})
-        self.tokens = [tokens.token_bytes(token) for token in range(tokens.n_tokens)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        plain = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
-        return self._encode(plain, special=False)
+_MASK_S = 0.25
 
 
 class Constraint:
@@ -152,6 +49,7 @@ class Constraint:
         self.fault = ""
         self.fault_at = 0
         self._spent_s = 0.0
+        self._longest_s = 0.0
         self.taken: list[int] = []
         self._place = self._first_place()
 
@@ -162,13 +60,16 @@ class Constraint:
 
     @property
     def is_late(self) -> bool:
-        """Whether the grammar has taken more time than it may, and has not failed yet."""
-        return not self.fault and self._spent_s > _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self.taken)
+        """Whether the grammar has taken more CPU time than it may, and has not failed yet."""
+        return not self.fault and (self._longest_s > _MASK_S or self._spent_s > self._budget_s)
 
     def give_up(self) -> None:
         """Fail the grammar for the time it takes."""
         if not self.fault:
-            self._fail("it takes too long")
+            self._fail(
+                f"it takes too long: {self._spent_s:.2f} s of CPU time for {len(self.taken)} tokens, of which "
+                f"{self._budget_s:.2f} s are allowed, and {self._longest_s:.2f} s for one, of which {_MASK_S} s are."
+            )
 
     def restart(self) -> None:
         """Forget all tokens: a draft was thrown away."""
@@ -188,8 +89,10 @@ class Constraint:
             self._place = "waiting"
         elif self._place in ("begin", "inside"):
             self._place = "inside"
+            started_s = time.thread_time()
             if not self._matcher.consume_token(token):
                 self._fail()
+            self._charge(started_s)
 
     def allowed(self, n_output: int, width: int) -> Mask | None:
         """The tokens that may follow ``n_output`` ones, of ``width`` there are; None: all of them."""
@@ -200,6 +103,16 @@ class Constraint:
             return self._of_waiting(width)
         allowed = self._of_grammar(width)
         return allowed if allowed is None or may_end else self._put_off_end(allowed)
+
+    @property
+    def _budget_s(self) -> float:
+        return _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self.taken)
+
+    def _charge(self, started_s: float) -> None:
+        """Count what this thread has computed since then for the grammar."""
+        spent_s = time.thread_time() - started_s
+        self._spent_s += spent_s
+        self._longest_s = max(self._longest_s, spent_s)
 
     def _first_place(self) -> Literal["waiting", "begin", "inside", "outside"]:
         if self._matcher is None:
@@ -225,9 +138,9 @@ class Constraint:
         return mask
 
     def _of_grammar(self, width: int) -> Mask | None:
-        started_at = time.perf_counter()
+        started_s = time.thread_time()
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self._spent_s += time.perf_counter() - started_at
+        self._charge(started_s)
         if self._judges_time and self.is_late:
             self.give_up()
             return None

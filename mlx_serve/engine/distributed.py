@@ -12,12 +12,12 @@ and follower.py are the sides. Knows no MLX; worker thread.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import SimpleQueue
 from threading import Event as Flag
 from typing import Any, Protocol
 
-from mlx_serve.core import ApiError, Event, Gate, Inputs, Job, Prompt, Sampling
+from mlx_serve.core import ApiError, Event, Gate, Grammar, Inputs, Job, Prompt, Sampling
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.memory import MemoryUse
@@ -82,8 +82,8 @@ class Store(Protocol):
     def tokenizer(self, entry: ModelEntry) -> Any:
         """The model's tokenizer."""
 
-    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
-        """What is wrong with a grammar, or ""."""
+    def vocabulary(self, entry: ModelEntry) -> Any:
+        """The model's tokens, for grammars."""
 
     def weights_bytes(self, name: str) -> int:
         """What a model's weights hold of this process's memory."""
@@ -165,16 +165,23 @@ def job_data(job: Job) -> dict[str, Any]:
     return {
         "model": job.model,
         "tokens": job.prompt.tokens,
-        "sampling": asdict(job.sampling),
+        "sampling": asdict(replace(job.sampling, grammar=_unbound(job.sampling.grammar))),
         "index": job.index,
         "inputs": None if job.inputs is None else asdict(job.inputs),
     }
+
+
+def _unbound(grammar: Grammar | None) -> Grammar | None:
+    """The grammar without what this process compiled of it."""
+    return None if grammar is None else replace(grammar, compiled=None)
 
 
 def job_of(data: dict[str, Any]) -> Job:
     """The job on another rank."""
     sampling = _frozen(data["sampling"])
     sampling["gate"] = Gate(**_frozen(sampling["gate"]))
+    if sampling["grammar"] is not None:
+        sampling["grammar"] = Grammar(**sampling["grammar"])
     inputs = None if data["inputs"] is None else Inputs(**_frozen(data["inputs"]))
     prompt = Prompt(tuple(data["tokens"]))
     return Job(data["model"], prompt, Sampling(**sampling), data["index"], SimpleQueue(), inputs=inputs)

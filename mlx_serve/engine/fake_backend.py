@@ -28,6 +28,7 @@ from mlx_serve.core import (
 )
 from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.pooling import too_many_dimensions
 from mlx_serve.engine.vocabulary import check_ids
@@ -209,6 +210,7 @@ class FakeTokenizer:
     """
 
     hidden_ids = frozenset([EOS, 257])
+    eos_ids = frozenset([EOS])
     n_tokens = VOCAB_SIZE
     max_token_chars = 16
 
@@ -228,7 +230,7 @@ class FakeTokenizer:
         transitions: Mapping[str, Sequence[tuple[str, str]]] = MappingProxyType({}),
         initial_region: str | None = None,
     ) -> None:
-        self.controls = dict(controls)
+        self.controls: Mapping[int, str] = dict(controls)
         self.special_ids = frozenset(special_ids)
         self.template = template
         self.has_chat_template = has_chat_template
@@ -244,7 +246,7 @@ class FakeTokenizer:
 
     def learn(self, word: str) -> int:
         """The token of a text: a control token's, a byte, or one that is new."""
-        known = {text: token for token, text in (self.controls | self._words).items()}
+        known = {text: token for token, text in {**self.controls, **self._words}.items()}
         if word in known:
             return known[word]
         if len(word.encode()) == 1:
@@ -268,7 +270,9 @@ class FakeTokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The byte itself, or the text."""
         text = self.controls.get(token) or self._words.get(token)
-        return bytes([token]) if text is None else text.encode()
+        if text is None:
+            return bytes([token]) if token < EOS else b""
+        return text.encode()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
@@ -304,11 +308,16 @@ class FakeModels:
         self._tokenizer = tokenizer or FakeTokenizer()
         self._max_loaded = max_loaded
         self._kv_limit = kv_limit
+        self._vocabulary = Vocabulary(self._tokenizer, VOCAB_SIZE)
         self.kv_copies = 1
 
     def tokenizer(self, entry: ModelEntry) -> FakeTokenizer:
         """The same for every model."""
         return self._tokenizer
+
+    def vocabulary(self, entry: ModelEntry) -> Vocabulary:
+        """The same for every model."""
+        return self._vocabulary
 
     def weights_bytes(self, name: str) -> int:
         """None of note."""

@@ -33,7 +33,7 @@ class Leader:
         self._rest_s = FIRST_REST_S
         # Any thread; of this rank alone.
         self.tokenizer = store.tokenizer
-        self.check_grammar = store.check_grammar
+        self.vocabulary = store.vocabulary
         self.weights_bytes = store.weights_bytes
         self.has_room = store.has_room
         self.kv_limit = store.kv_limit

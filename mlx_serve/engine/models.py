@@ -27,9 +27,9 @@ from mlx_serve.core import Progress
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.choice import Loaded
-from mlx_serve.engine.constraints import Vocabulary
 from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.load_errors import LOAD_ERRORS, LoadError, loading, too_large, unloadable
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
@@ -118,10 +118,10 @@ class ModelStore:
         except LoadError as error:
             raise unloadable(entry, error) from error
 
-    def check_grammar(self, entry: ModelEntry, grammar: str) -> str:
-        """Compile a grammar for the model's tokens. What is wrong with it, or "". Any thread; raises ApiError."""
+    def vocabulary(self, entry: ModelEntry) -> Vocabulary:
+        """The model's tokens, for grammars. Any thread; raises ApiError."""
         try:
-            return self._tokenizer(entry)[1].check(grammar)
+            return self._tokenizer(entry)[1]
         except LoadError as error:
             raise unloadable(entry, error) from error
 

@@ -1,8 +1,8 @@
 """From what a request demands of its text (a JSON schema, a regex, ...) to a grammar in llguidance's form, as text.
 
 Knows no tokens and no model: the same grammar serves them all. Only this module of ``text`` knows llguidance, which is
-an extra: it is imported when the first grammar comes. Everything is checked here, so that what reaches the engine
-compiles, and what does not is a 400 that names the request's field and, in a schema, the place.
+an extra: it is imported when the first grammar comes. What does not compile is a 400 that names the request's field
+and, in a schema, the place. Compiling may take any time and may end the process, so ``api/grammar_child.py`` does it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,27 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from mlx_serve.core import ApiError
 
 # OpenAI's own bound on a schema's text is 120,000 characters.
 MAX_CHARS = 120_000
-# llguidance bounds most of what compiling costs, but a compilation cannot be stopped, so the rest is bounded here. In
-# seconds, measured: 3,000 properties 0.3, 9,000 7; 15 patterns that one string must match 0.1, 20 of them 10; 500 GBNF
-# rules that lead to each other 0.3, 3,000 more than 12.
+# llguidance bounds most of what compiling costs, and the limits of the process that compiles bound the rest. These
+# bounds give better reasons. In seconds, measured: 3,000 properties 0.3, 9,000 7; 15 patterns that one string must
+# match 0.1, 20 of them 10; 500 GBNF rules that lead to each other 0.3, 3,000 more than 12.
 MAX_PARTS = 2_000
 MAX_MEETING_PATTERNS = 12
 MAX_RULES = 500
+# A regex of n optional letters, "a?" * n, takes time and memory that grow with the square of n: 16,000 characters
+# 0.7 s and 150 MB, 80,000 characters 40 s and 4 GB.
+MAX_REGEX_CHARS = 16_384
+# llguidance can force text that only one way continues, as the tokens that its tokenizer makes of it. For the first
+# mask of "((a{1000}){1000}){10}" it works out all of the ten million letters. So forcing is off in every grammar, which
+# the first grammar of a list says for all of them.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_NOT_IN_LARK = {"%json": "a JSON schema", "%llguidance": "llguidance's options"}
 # Where in a schema a fault lies is looked for by compiling its parts, for so long at most.
 _SEARCH_S = 0.5
 
@@ -84,17 +93,17 @@ class Function:
 
 def compile_rule(rule: Rule) -> str:
     """The grammar of a rule. Raises ApiError 400 that names its field."""
-    llguidance = _llguidance(rule.param)
     if rule.kind == "json_schema":
-        return _grammar({"json_schema": _checked_schema(rule.value, rule.param, strict=rule.strict)})
+        schema = {"name": "value", "json_schema": _checked_schema(rule.value, rule.param, strict=rule.strict)}
+        return _grammar(_lark("start: @value"), schema)
     if rule.kind == "choice":
-        grammar = _grammar({"lark_grammar": "start: " + " | ".join(_literal(choice) for choice in rule.value)})
+        grammar = _grammar(_lark("start: " + " | ".join(_literal(choice) for choice in rule.value)))
     elif rule.kind == "regex":
-        grammar = llguidance.LLMatcher.grammar_from_regex(rule.value)
+        grammar = _regex(rule)
     else:
-        grammar = _free_grammar(llguidance, rule)
+        grammar = _free_grammar(rule)
     if fault := _fault(grammar):
-        raise _refused(rule.param, f"it cannot be compiled: {fault}")
+        raise refused(rule.param, f"it cannot be compiled: {fault}")
     return grammar
 
 
@@ -103,19 +112,18 @@ def compile_forced_call(functions: Sequence[Function]) -> str:
 
     Raises ApiError 400 that names the tool whose parameters cannot be compiled.
     """
-    _llguidance("tools")
     # A grammar of its own for each function, so that a reference in its parameters ("#/$defs/...") finds its root.
     calls = [
         f'{_literal(f"""{{"name": {json.dumps(function.name)}, "arguments": """)} @arguments{i} "}}"'
         for i, function in enumerate(functions)
     ]
-    grammars: list[dict[str, Any]] = [{"name": "call", "lark_grammar": "start: " + " | ".join(calls)}]
+    grammars: list[dict[str, Any]] = [_lark("start: " + " | ".join(calls))]
     for i, function in enumerate(functions):
         schema = _checked_schema(_parameters(function), function.param, strict=function.strict)
         grammars.append({"name": f"arguments{i}", "json_schema": schema})
     grammar = _grammar(*grammars)
     if fault := _fault(grammar):
-        raise _refused("tools", f"their parameters cannot be compiled: {fault}")
+        raise refused("tools", f"their parameters cannot be compiled: {fault}")
     return grammar
 
 
@@ -124,25 +132,40 @@ def _parameters(function: Function) -> Mapping[str, Any]:
     return {"properties": {}, **(function.parameters or {}), "type": "object"}
 
 
-def _llguidance(param: str) -> Any:
-    try:
-        import llguidance
-    except ImportError:
+def check_installed(param: str) -> None:
+    """Raises ApiError 400 when the extra is not here."""
+    if find_spec("llguidance") is None:
         text = f"'{param}' needs constrained decoding, which is not installed here: pip install 'mlx-serve[structured]'"
-        raise ApiError(400, text, param=param) from None
-    return llguidance
+        raise ApiError(400, text, param=param)
 
 
-def _free_grammar(llguidance: Any, rule: Rule) -> str:
+def _free_grammar(rule: Rule) -> str:
     """GBNF, as llama.cpp has it, or Lark in llguidance's dialect; told apart by Lark's ``start:``."""
     if len(rule.value) > MAX_CHARS or rule.value.count("::=") > MAX_RULES:
-        raise _refused(rule.param, f"it is longer than {MAX_CHARS} characters or {MAX_RULES} rules.")
-    if "%json" in rule.value:
-        raise _refused(rule.param, "a grammar cannot hold a JSON schema here.")
+        raise refused(rule.param, f"it is longer than {MAX_CHARS} characters or {MAX_RULES} rules.")
+    for word, what in _NOT_IN_LARK.items():
+        if word in rule.value:
+            raise refused(rule.param, f"a grammar cannot hold {what} here ({word}).")
+    from llguidance import grammar_from
+
     try:
-        return _grammar({"lark_grammar": llguidance.grammar_from("gbnf", rule.value)})
+        return _grammar(_lark(grammar_from("gbnf", rule.value)))
     except ValueError as error:
-        raise _refused(rule.param, f"it cannot be compiled: {error}") from None
+        raise refused(rule.param, f"it cannot be compiled: {error}") from None
+
+
+def _regex(rule: Rule) -> str:
+    if len(rule.value) > MAX_REGEX_CHARS:
+        raise refused(rule.param, f"the regex is longer than {MAX_REGEX_CHARS} characters.")
+    from llguidance import LLMatcher
+
+    escaped = json.loads(LLMatcher.grammar_from_regex(rule.value))
+    return _grammar(_lark(escaped["grammars"][0]["lark_grammar"]))
+
+
+def _lark(text: str) -> dict[str, str]:
+    """A Lark grammar that is the first of a list."""
+    return {"lark_grammar": _OPTIONS + text}
 
 
 def _literal(text: str) -> str:
@@ -166,30 +189,32 @@ def _fault(grammar: str) -> str:
 def _checked_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
     """The schema as it is compiled. Raises ApiError 400 that says where the fault is."""
     if not isinstance(schema, dict | bool):
-        raise _refused(param, "a JSON schema must be an object.")
+        raise refused(param, "a JSON schema must be an object.")
     try:
         _check_size(schema, param)
         tidy = _tidied(schema, strict=strict)
         if len(json.dumps(tidy, allow_nan=False)) > MAX_CHARS:
-            raise _refused(param, f"the JSON schema is longer than {MAX_CHARS} characters.")
+            raise refused(param, f"the JSON schema is longer than {MAX_CHARS} characters.")
         if fault := _schema_fault(tidy):
-            raise _refused(param, f"the JSON schema cannot be compiled: {fault} (at {_where(tidy, fault)})")
+            raise refused(param, f"the JSON schema cannot be compiled: {fault} (at {_where(tidy, fault)})")
     except RecursionError:
-        raise _refused(param, "the JSON schema is nested too deeply.") from None
+        raise refused(param, "the JSON schema is nested too deeply.") from None
     except ValueError:  # a number past a double's range
-        raise _refused(param, "the JSON schema holds a number that is too large.") from None
+        raise refused(param, "the JSON schema holds a number that is too large.") from None
     return tidy
 
 
 def _check_size(schema: Any, param: str) -> None:
     parts = list(_all_parts(schema))
     if len(parts) > MAX_PARTS:
-        raise _refused(param, f"the JSON schema has more than {MAX_PARTS} parts.")
+        raise refused(param, f"the JSON schema has more than {MAX_PARTS} parts.")
     patterns = {str(part[key]) for part in parts for key in ("pattern", "format", "multipleOf") if key in part}
     patterns |= {name for part in parts for name in _names(part.get("patternProperties"))}
+    if any(len(pattern) > MAX_REGEX_CHARS for pattern in patterns):
+        raise refused(param, f"the JSON schema has a pattern of more than {MAX_REGEX_CHARS} characters.")
     if len(patterns) > MAX_MEETING_PATTERNS and any(_meets_others(part) for part in parts):
         text = f"more than {MAX_MEETING_PATTERNS} patterns in a JSON schema that combines schemas (allOf)."
-        raise _refused(param, text)
+        raise refused(param, text)
 
 
 def _names(schemas: Any) -> list[str]:
@@ -317,5 +342,6 @@ def _faulty_part(part: Any, shared: dict[str, Any], fault: str, deadline: float)
     return None
 
 
-def _refused(param: str, reason: str) -> ApiError:
+def refused(param: str, reason: str) -> ApiError:
+    """The error for a value that cannot be served."""
     return ApiError(400, f"Invalid value for '{param}': {reason}", param=param)

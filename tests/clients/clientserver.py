@@ -20,6 +20,7 @@ from apikit import DEADLINE_S, until
 
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.errors import is_anthropic
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.core import ApiError, Job, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
@@ -281,7 +282,8 @@ def served(
     entry = ModelEntry(MODEL, Path(MODEL), 1_700_000_000, context_tokens=context_tokens, vocab_size=262)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    app = Checked(Api(Services(scheduler, Catalog(entry, [MODEL]), models, "fp_test")))
+    grammars = GrammarCompiler(models.vocabulary)
+    app = Checked(Api(Services(scheduler, Catalog(entry, [MODEL]), models, "fp_test", grammars)))
     options = ServerOptions(address=("127.0.0.1", 0), access=AccessPolicy(api_keys=api_keys))
     server = Server(app, options)
     accepting = threading.Thread(target=server.serve_forever)
@@ -293,5 +295,6 @@ def served(
         steps.open()
         worker.stop()
         server.close()
+        grammars.close()
         accepting.join(DEADLINE_S)
     assert app.faults == []

@@ -9,9 +9,10 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Sampling
-from mlx_serve.engine import constraints
-from mlx_serve.engine.constraints import Constraint, Vocabulary
+from mlx_serve.core import ApiError, Gate, Grammar, Sampling
+from mlx_serve.engine import constraints, grammars
+from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
 
 pytest.importorskip("llguidance")
@@ -30,9 +31,6 @@ class Bytes:
     special_ids = frozenset([END, PAD])
     controls = MappingProxyType({THINK: "<think>", UNTHINK: "</think>", CALL: "<call>"})
 
-    def encode(self, text, *, special):
-        return list(text.encode())
-
     def token_bytes(self, token):
         return bytes([token]) if token < 256 else self.controls.get(token, "").encode()
 
@@ -43,7 +41,7 @@ def vocabulary():
 
 
 def grammar(kind, value):
-    return compile_rule(Rule(kind, value, "p"))
+    return Grammar(compile_rule(Rule(kind, value, "p")), n_bytes=1)
 
 
 AB = grammar("regex", "ab*")
@@ -176,7 +174,18 @@ def test_a_grammar_that_takes_too_long_is_a_fault(vocabulary, monkeypatch):
     monkeypatch.setattr(constraints, "_BUDGET_S", -1.0)
     c = constraint(vocabulary)
     assert allowed(c) is None
-    assert (c.fault, c.fault_at) == ("it takes too long", 0)
+    assert c.fault.startswith("it takes too long: ")
+    assert c.fault_at == 0
+
+
+def test_a_single_mask_that_takes_long_is_a_fault_and_time_off_the_processor_is_none(vocabulary, monkeypatch):
+    now = iter([0.0, 0.2, 10.0, 10.3])
+    monkeypatch.setattr(constraints.time, "thread_time", lambda: next(now))
+    monkeypatch.setattr(constraints.time, "perf_counter", lambda: pytest.fail("other processes' time counts"))
+    c = constraint(vocabulary)
+    assert allowed(c) == {ord("a")}
+    assert allowed(c) is None
+    assert "0.30 s for one" in c.fault
 
 
 @pytest.mark.parametrize(
@@ -199,23 +208,60 @@ def test_a_hostile_grammar_fails_or_stays_small(vocabulary, kind, value):
 
 
 def test_a_grammar_that_does_not_compile_says_so_and_fails_its_job_alone(vocabulary):
-    bad = json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})
-    assert "nothing" in vocabulary.check(bad)
-    with pytest.raises(ApiError) as caught:
-        vocabulary.matcher(bad)
-    assert caught.value.status == 400
-    assert vocabulary.check(AB) == ""
+    bad = Grammar(json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]}), 1)
+    for refused in (lambda: vocabulary.matcher(bad), lambda: vocabulary.keep("k", bad.text, 1)):
+        with pytest.raises(ApiError, match="nothing") as caught:
+            refused()
+        assert caught.value.status == 400
+    assert vocabulary.kept("k") is None
 
 
-def test_compiled_grammars_are_kept_and_given_up_in_turn(vocabulary, monkeypatch):
-    monkeypatch.setattr(constraints, "_MAX_COMPILED", 2)
-    made = []
-    compile_one = vocabulary._compile
-    monkeypatch.setattr(vocabulary, "_compile", lambda text: made.append(text) or compile_one(text))
-    texts = [grammar("regex", letter) for letter in "xyz"]
-    for text in (texts[0], texts[1], texts[0], texts[2], texts[0], texts[1]):
-        vocabulary.check(text)
-    assert made == [texts[0], texts[1], texts[2], texts[1]]
+@pytest.fixture
+def compiled(monkeypatch):
+    """The grammars that were compiled, in order."""
+    texts = []
+    compile_one = grammars.compile_matcher
+    monkeypatch.setattr(grammars, "compile_matcher", lambda trie, text: texts.append(text) or compile_one(trie, text))
+    return texts
+
+
+def test_kept_grammars_are_bounded_by_bytes_and_given_up_in_turn(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", 25)
+    vocabulary = Vocabulary(Bytes(), WIDTH)
+    for key in "xyz":
+        vocabulary.keep(key, grammar("regex", key).text, 10)
+        assert vocabulary.kept("x")
+    assert [bool(vocabulary.kept(key)) for key in "xyz"] == [True, False, True]
+    assert vocabulary.keep("large", AB.text, 26)
+    assert not vocabulary.kept("large")
+
+
+def test_a_grammar_that_is_no_longer_kept_is_compiled_no_second_time(monkeypatch, compiled):
+    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", 5)
+    vocabulary = Vocabulary(Bytes(), WIDTH)
+    held = vocabulary.keep("k", AB.text, 10)
+    assert not vocabulary.kept("k")
+    assert allowed(constraint(vocabulary, held)) == {ord("a")}
+    assert compiled == [AB.text]
+
+
+def test_another_rank_compiles_what_it_is_told_and_keeps_it(compiled):
+    vocabulary = Vocabulary(Bytes(), WIDTH)
+    for _ in range(3):
+        assert allowed(constraint(vocabulary, AB)) == {ord("a")}
+    assert compiled == [AB.text]
+
+
+def test_the_grammars_that_requests_hold_are_bounded(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_HELD_BYTES", 25)
+    monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", 5)
+    vocabulary = Vocabulary(Bytes(), WIDTH)
+    held = [vocabulary.keep(key, AB.text, 10) for key in "xy"]
+    with pytest.raises(ApiError, match="MB") as caught:
+        vocabulary.keep("z", AB.text, 10)
+    assert caught.value.status == 503
+    held.pop()
+    assert vocabulary.keep("z", AB.text, 10)
 
 
 def test_jobs_of_one_grammar_do_not_share_their_place(vocabulary):

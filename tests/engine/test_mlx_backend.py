@@ -15,9 +15,9 @@ from mlx_lm.utils import load_tokenizer
 from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 from benchmarks.structured import random_schema
-from mlx_serve.core import ApiError, Failed, Gate, Job, Prompt, Sampling, Started, TokenEvent
+from mlx_serve.core import ApiError, Failed, Gate, Grammar, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine import constraints
-from mlx_serve.engine.constraints import Vocabulary
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.sampling import make_processors
@@ -250,7 +250,7 @@ def vocabulary(tokenizer):
 
 
 def grammar(kind, value):
-    return compile_rule(Rule(kind, value, "p"))
+    return Grammar(compile_rule(Rule(kind, value, "p")), n_bytes=1)
 
 
 def text_of(tokenizer, events):
@@ -376,7 +376,7 @@ def test_a_grammar_that_cannot_be_compiled_or_served_is_refused(model, vocabular
     bad = json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})
     for backend in (make(model), make(model, vocabulary=vocabulary)):
         with pytest.raises(ApiError) as caught:
-            backend.insert(job([1], grammar=bad))
+            backend.insert(job([1], grammar=Grammar(bad, 1)))
         assert caught.value.status == 400
 
 

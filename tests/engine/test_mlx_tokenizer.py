@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from tinymodel import byte_tokenizer, mlx_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from mlx_serve.core import Sampling
-from mlx_serve.engine.constraints import Constraint, Vocabulary
+from mlx_serve.core import Grammar, Sampling
+from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Rule, compile_rule
@@ -44,7 +45,7 @@ def test_no_grammar_is_spelled_with_control_tokens(way):
     pytest.importorskip("llguidance")
     found = WAYS[way]()
     vocabulary = Vocabulary(found, found.n_tokens)
-    grammar = compile_rule(Rule("json_schema", {"type": "string"}, "p"))
+    grammar = Grammar(compile_rule(Rule("json_schema", {"type": "string"}, "p")), n_bytes=1)
     constraint = Constraint(Sampling(99), found.eos_ids, vocabulary.matcher(grammar))
     constraint.take(found.encode('"', special=False)[0])
     allowed = set(np.flatnonzero(constraint.allowed(1, found.n_tokens)).tolist())

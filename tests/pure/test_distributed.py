@@ -7,7 +7,7 @@ from threading import Barrier, Event, Semaphore, Thread
 
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Inputs, Job, Prompt, Sampling, Started
+from mlx_serve.core import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
@@ -124,7 +124,7 @@ class FakeStore:
         self.closed = False
         self.finished = Semaphore(0)
 
-    tokenizer = check_grammar = None
+    tokenizer = vocabulary = None
     kv_copies = 1
 
     def memory(self):
@@ -303,7 +303,7 @@ def test_a_job_survives_json():
         max_tokens=3,
         logit_bias=((5, -1.5), (7, 2.0)),
         seed=2**63,
-        grammar="start: /\ud800/",
+        grammar=Grammar("start: /\ud800/", 5, compiled=object()),
         gate=Gate(waiting=True, until=(1, 2), exits=(3,)),
     )
     sent = Job("m", Prompt((1, 2, 3)), sampling, 2, SimpleQueue())

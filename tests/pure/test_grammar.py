@@ -1,12 +1,21 @@
 """Grammars: what compiles, what is refused and where, and what that may cost."""
 
 import json
+import re
 import sys
 
 import pytest
 
 from mlx_serve.core import ApiError
-from mlx_serve.text.grammar import MAX_CHARS, Function, Rule, compile_forced_call, compile_rule
+from mlx_serve.text.grammar import (
+    MAX_CHARS,
+    MAX_REGEX_CHARS,
+    Function,
+    Rule,
+    check_installed,
+    compile_forced_call,
+    compile_rule,
+)
 
 pytest.importorskip("llguidance")
 
@@ -14,7 +23,7 @@ pytest.importorskip("llguidance")
 def compiled(schema):
     """The schema as llguidance gets it."""
     grammar = json.loads(compile_rule(Rule("json_schema", schema, "p")))
-    return {key: value for key, value in grammar["grammars"][0]["json_schema"].items() if key != "x-guidance"}
+    return {key: value for key, value in grammar["grammars"][1]["json_schema"].items() if key != "x-guidance"}
 
 
 def refusal(kind, value) -> ApiError:
@@ -71,6 +80,7 @@ def test_what_compiles(kind, value):
         ("grammar", "root ::= [a", "end of input"),
         ("grammar", "", "root"),
         ("grammar", 'start: %json {"allOf": []}', "JSON schema"),
+        ("grammar", '%llguidance {"no_forcing": false}\nstart: "a"', "options"),
     ],
 )
 def test_what_does_not_compile_says_where(kind, value, said):
@@ -93,7 +103,9 @@ def nested(n):
         ("json_schema", {"enum": ["x" * MAX_CHARS]}),
         ("json_schema", {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(200)]}),
         ("json_schema", {"allOf": [{"patternProperties": {f"a.{{{i}}}b": {}}} for i in range(200)]}),
-        ("regex", "a" * 3 * MAX_CHARS),
+        ("regex", "a" * (MAX_REGEX_CHARS + 1)),
+        ("json_schema", {"pattern": "a" * (MAX_REGEX_CHARS + 1)}),
+        ("json_schema", {"patternProperties": {"a" * (MAX_REGEX_CHARS + 1): {}}}),
         ("grammar", "root ::= " + "(" * 100_000),
         ("grammar", "\n".join(["root ::= r0", *(f'r{i} ::= "a" r{i + 1}' for i in range(3000)), 'r3000 ::= "a"'])),
     ],
@@ -206,15 +218,29 @@ def test_each_function_s_references_have_their_own_root():
     assert [grammar["json_schema"]["$defs"]["A"] for grammar in grammars[1:]] == [{"const": 1}, {"const": 2}]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: compile_rule(Rule("regex", "a", "guided_regex")),
-        lambda: compile_forced_call([Function("f", None, "tools[0]")]),
-    ],
-)
-def test_without_the_extra_the_error_says_what_to_install(call, monkeypatch):
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+    check_installed("p")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ApiError, match=r"pip install 'mlx-serve\[structured\]'") as caught:
-        call()
-    assert caught.value.status == 400
+        check_installed("p")
+    assert (caught.value.status, caught.value.param) == (400, "p")
+
+
+HUGE = "((a{1000}){1000}){10}"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: compile_rule(Rule("regex", HUGE, "p")),
+        lambda: compile_rule(Rule("json_schema", {"type": "string", "pattern": HUGE}, "p")),
+        lambda: compile_rule(Rule("grammar", f"start: /{HUGE}/", "p")),
+        lambda: compile_rule(Rule("grammar", 'root ::= "a"', "p")),
+        lambda: compile_rule(Rule("choice", ["aaaa"], "p")),
+        lambda: compile_forced_call([Function("f", {"properties": {"a": {"pattern": HUGE}}}, "p")]),
+    ],
+)
+def test_no_grammar_forces_text(make):
+    # With forcing, the first mask of these takes gigabytes.
+    first = json.loads(make())["grammars"][0]["lark_grammar"]
+    assert re.match(r'%llguidance {"no_forcing": true}\n', first)

@@ -14,6 +14,7 @@ import pytest
 from apikit import DEADLINE_S, until
 
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
@@ -105,7 +106,8 @@ def served(make_backend=FakeBackend, *, max_queue=128, max_body_bytes=32 * 2**20
     models = FakeModels(lambda _: make_backend())
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    app = Recorder(Api(Services(scheduler, Catalog(ENTRY, ["fake"]), models, "fp_test")))
+    grammars = GrammarCompiler(models.vocabulary)
+    app = Recorder(Api(Services(scheduler, Catalog(ENTRY, ["fake"]), models, "fp_test", grammars)))
     limits = FramingLimits(max_body_bytes=max_body_bytes)
     server = Server(app, ServerOptions(address=("127.0.0.1", 0), uds=uds, limits=limits))
     accepting = threading.Thread(target=server.serve_forever)
@@ -116,6 +118,7 @@ def served(make_backend=FakeBackend, *, max_queue=128, max_body_bytes=32 * 2**20
     finally:
         worker.stop()
         server.close()
+        grammars.close()
         accepting.join(DEADLINE_S)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
@@ -81,7 +82,8 @@ def serving(
     models = FakeModels(make_backend, tokenizer)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    app = Api(Services(scheduler, catalog, models, "fp_test", max_queue=max_queue, **services))
+    grammars = GrammarCompiler(models.vocabulary)
+    app = Api(Services(scheduler, catalog, models, "fp_test", grammars, max_queue=max_queue, **services))
     options = ServerOptions(
         address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy(), on_end=app.observe
     )
@@ -94,6 +96,7 @@ def serving(
     finally:
         worker.stop()
         server.close()
+        grammars.close()
         accepting.join(DEADLINE_S)
         assert not accepting.is_alive()
 

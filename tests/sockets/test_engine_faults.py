@@ -29,7 +29,6 @@ def fault(jobs):
 
 entry = ModelEntry("fake", Path("fake"), 0, context_tokens=4096, vocab_size=262)
 models = FakeModels(lambda _: FakeBackend(capacity=2, on_step=fault))
-models.check_grammar = lambda entry, grammar: ""
 cli.open_models = lambda settings, ranks: (Catalog(entry, ["fake"]), models)
 cli.ranked.join = lambda: None
 cli._WORKER_S = cli._LAST_WORDS_S = 0.5

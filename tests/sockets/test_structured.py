@@ -8,9 +8,10 @@ import threading
 import jsonschema
 import messageskit
 import pytest
-from apikit import DEADLINE_S, ENTRY, Running, events, serving
+from apikit import DEADLINE_S, Running, events, serving
 
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
@@ -66,7 +67,8 @@ def server(tmp_path_factory):
         prompt_cache_bytes=None,
     )
     scheduler = Scheduler(models, Limits(max_queue=128))
-    services = Services(scheduler, catalog, models, "fp_test", check_grammar=models.check_grammar)
+    grammars = GrammarCompiler(models.vocabulary)
+    services = Services(scheduler, catalog, models, "fp_test", grammars)
     worker = Worker(scheduler, "tiny", models.close)
     http = Server(Api(services), ServerOptions(address=("127.0.0.1", 0)))
     accepting = threading.Thread(target=http.serve_forever)
@@ -75,6 +77,7 @@ def server(tmp_path_factory):
     yield Running(http, scheduler)
     worker.stop()
     http.close()
+    grammars.close()
     accepting.join(DEADLINE_S)
 
 
@@ -235,14 +238,14 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_and_no_other(server, 
 
 @pytest.fixture(scope="module")
 def fake():
-    with serving(check_grammar=lambda entry, grammar: "no such model" if entry != ENTRY else "bad") as running:
+    with serving() as running:
         yield running
 
 
 def test_a_grammar_that_the_model_cannot_serve_is_refused(fake):
-    status, _, body = fake.chat(guided_choice=["a"])
-    assert (status, body["error"]["param"]) == (400, "guided_choice")
-    assert "bad" in body["error"]["message"]
+    status, _, body = fake.chat(guided_grammar="start: <|no_such_token|>")
+    assert (status, body["error"]["param"]) == (400, "guided_grammar")
+    assert "no_such_token" in body["error"]["message"]
 
 
 def test_without_the_extra_everything_else_works(fake, monkeypatch):

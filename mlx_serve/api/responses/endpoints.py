@@ -42,7 +42,7 @@ def create(services: Services, request: RawRequest) -> Response:
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     must_call, free_input = body.must_call(), body.free_input()
     rule = free_input.rule() if free_input is not None else body.rule()
-    grammar = compiled_grammar(services, entry, rule, must_call)
+    grammar = compiled_grammar(services, entry, rule, must_call, request.alive)
     stored = body.store and services.responses.keeps
     response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
     prompt = _prompt(services, request, entry, tokenizer, asked)

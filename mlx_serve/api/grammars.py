@@ -1,0 +1,233 @@
+"""Grammars that clients send, compiled: first by another process under limits, then here, where masks are made.
+
+Compiling may take any time and memory, and may end the process that does it. ``grammar_child.py`` is that process: it
+is started when the first grammar comes, and again when it has ended. Each grammar has a process of its own there,
+which ends when its client leaves; no other grammar is lost by that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from threading import BoundedSemaphore, Lock
+from typing import Any, Protocol
+
+from mlx_serve.api.grammar_child import TASK, VOCABULARY, Limits, send
+from mlx_serve.core import ApiError, ClientGone, Grammar, internal_error
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.grammars import Tokens
+from mlx_serve.text.grammar import Function, Rule, check_installed, refused
+from mlx_serve.text.grammar_task import task_param, task_text
+
+log = logging.getLogger(__name__)
+
+# Requests whose grammars wait for a process or have one.
+MAX_WAITING = 64
+# How often a waiting request looks whether its client is there.
+_LOOK_S = 0.05
+# The child reads what it is sent at once, but for the seconds in which it takes in a large vocabulary.
+_SEND_S = 30.0
+# Models whose tokens one child holds: as many as the server holds tokenizers.
+_MAX_VOCABULARIES = 16
+# The child's modules are found where this process found its own.
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import mlx_serve.api.grammar_child as c; c.main()"
+
+
+class Vocabulary(Protocol):
+    """A model's tokens and kept grammars: ``engine.grammars.Vocabulary``."""
+
+    number: int
+
+    def tokens(self) -> Tokens:
+        """The tokens for another process."""
+
+    def prepare(self) -> Any:
+        """Make what compiling needs here."""
+
+    def kept(self, key: str) -> Grammar | None:
+        """A grammar that ``keep`` got with this key."""
+
+    def keep(self, key: str, text: str, n_bytes: int) -> Grammar:
+        """Compile a grammar here. Raises ApiError."""
+
+
+class GrammarCompiler:
+    """Compiles what requests demand of their texts. Any thread."""
+
+    def __init__(self, vocabulary_of: Callable[[ModelEntry], Vocabulary], limits: Limits | None = None) -> None:
+        self._vocabulary_of = vocabulary_of
+        self._limits = limits or Limits()
+        self._child: _Child | None = None
+        self._lock = Lock()
+        self._places = BoundedSemaphore(MAX_WAITING)
+
+    def compile(
+        self, entry: ModelEntry, rule: Rule | None, functions: Sequence[Function], alive: Callable[[], bool]
+    ) -> Grammar:
+        """The grammar of a call of one of ``functions``, if there are any, or else of ``rule``.
+
+        Raises ApiError 400 that names the request's field, 429 when too many wait, ClientGone when ``alive`` says so.
+        """
+        param = task_param(rule, functions)
+        check_installed(param)
+        task = task_text(rule, functions)
+        vocabulary = self._vocabulary_of(entry)
+        if (kept := vocabulary.kept(task)) is not None:
+            return kept
+        if not self._places.acquire(blocking=False):
+            raise _too_many()
+        try:
+            answer = self._ask(vocabulary, task, alive)
+        finally:
+            self._places.release()
+        return self._taken(vocabulary, task, answer, param)
+
+    def close(self) -> None:
+        """End the child; a grammar that comes later starts a new one."""
+        with self._lock:
+            child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+    def _ask(self, vocabulary: Vocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
+        for _ in range(2):
+            child = self._started()
+            try:
+                return child.ask(vocabulary, task, alive)
+            except _ChildLostError as error:
+                log.warning("the process that compiles grammars has ended (%s); it is started again", error)
+                self._give_up(child)
+        raise ApiError(503, "The grammar could not be compiled now. Try again.", type="server_error")
+
+    def _started(self) -> _Child:
+        with self._lock:
+            if self._child is not None and self._child.is_full:
+                self._child.close()
+                self._child = None
+            if self._child is None:
+                self._child = _Child(self._limits)
+            return self._child
+
+    def _give_up(self, child: _Child) -> None:
+        with self._lock:
+            if self._child is child:
+                self._child = None
+        child.close()
+
+    def _taken(self, vocabulary: Vocabulary, task: str, answer: dict[str, Any], param: str) -> Grammar:
+        if "grammar" in answer:
+            return vocabulary.keep(task, answer["grammar"], answer["n_bytes"])
+        if "refusal" in answer:
+            raise ApiError(400, answer["refusal"], param=answer["param"])
+        if "too_complex" in answer:
+            raise refused(param, f"it cannot be compiled: {answer['too_complex']}")
+        if "ended" in answer:
+            raise self._ended(answer["ended"], param)
+        log.error("compiling a grammar failed: %s", answer["fault"])
+        raise internal_error()
+
+    def _ended(self, why: str, param: str) -> ApiError:
+        reasons = {
+            "time": f"that takes more than {self._limits.cpu_s} seconds of computing.",
+            "memory": f"that takes more than {self._limits.memory_bytes // 2**20} MB of memory.",
+            "depth": "its parts lead too deeply into each other.",
+        }
+        if why in reasons:
+            return refused(param, f"it cannot be compiled: {reasons[why]}")
+        log.warning("the process that compiled a grammar has ended: %s", why)
+        return ApiError(503, "The grammar could not be compiled now. Try again.", type="server_error", param=param)
+
+
+class _ChildLostError(Exception):
+    """The child ended, or does not read."""
+
+
+class _Child:
+    """One run of ``grammar_child.py``."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(_SEND_S)
+        command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), json.dumps(asdict(limits))]
+        with theirs:
+            # A session of its own: Ctrl-C at a terminal is for the server, which ends this.
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, and our own module
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+            )
+        self._known: set[int] = set()
+        self._lock = Lock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it holds as many models' tokens as it may."""
+        return len(self._known) >= _MAX_VOCABULARIES
+
+    def ask(self, vocabulary: Vocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
+        """The answer to a task. Raises _ChildLostError, or ClientGone: closing the socket ends the task's process."""
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._send(vocabulary, task, theirs)
+            # Meanwhile, for a model's first grammar.
+            vocabulary.prepare()
+            return _answer(ours, alive)
+
+    def close(self) -> None:
+        """End it and all that it compiles."""
+        self._control.close()
+        try:
+            self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, vocabulary: Vocabulary, task: str, reply: socket.socket) -> None:
+        try:
+            with self._lock:
+                if vocabulary.number not in self._known:
+                    send(self._control, VOCABULARY, vocabulary.number, pickle.dumps(vocabulary.tokens()))
+                    self._known.add(vocabulary.number)
+                send(self._control, TASK, vocabulary.number, task.encode(), [reply.fileno()])
+        except OSError as error:
+            raise _ChildLostError(str(error)) from error
+
+
+def _answer(source: socket.socket, alive: Callable[[], bool]) -> dict[str, Any]:
+    """The last line that comes: a process that ends on its way may have begun one before."""
+    source.settimeout(_LOOK_S)
+    data = bytearray()
+    while True:
+        try:
+            piece = source.recv(2**16)
+        except TimeoutError:
+            if not alive():
+                raise ClientGone from None
+            continue
+        except OSError as error:
+            raise _ChildLostError(str(error)) from error
+        if not piece:
+            raise _ChildLostError("it gave no answer")
+        data += piece
+        if (answer := _read_answer(data)) is not None:
+            return answer
+
+
+def _read_answer(data: bytearray) -> dict[str, Any] | None:
+    if not data.endswith(b"\n"):
+        return None
+    try:
+        answer: dict[str, Any] = json.loads(data[:-1].rpartition(b"\n")[2])
+    except ValueError:
+        return None
+    return answer
+
+
+def _too_many() -> ApiError:
+    message = f"The server is busy: it compiles the grammars of {MAX_WAITING} requests already. Try again soon."
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=(("Retry-After", "1"),))
