@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product, takewhile
 from typing import Any
@@ -27,6 +28,25 @@ DEFAULT_ROLE_MAPPING = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A conversation as the model will read it, not yet tokenized. ``special``: with a start token."""
+
+    formats: Formats
+    text: str
+    special: bool
+    prefill: str
+
+    def prompt(self, check: Check = unchecked) -> Prompt:
+        """Its tokens. ``check`` is told how many there are at least, before and while they are made, and may raise."""
+        tokens = self.formats.tokenizer.encode(self.text, special=self.special, check=check)
+        if self.special:
+            return Prompt(tuple(tokens))
+        if self.prefill:
+            return Prompt((*tokens, *_begun(self.formats, tokens, self.prefill, check)))
+        return Prompt(tuple(tokens), in_reasoning=self.formats.ends_in_reasoning(tokens))
+
+
 def chat_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
@@ -37,12 +57,28 @@ def chat_prompt(
     prefill: str = "",
     check: Check = unchecked,
 ) -> Prompt:
-    """The prompt for the assistant's next turn.
+    """The prompt for the assistant's next turn: ``chat_text``, tokenized under ``check``."""
+    return chat_text(
+        tokenizer, messages, tools=tools, options=options, role_mapping=role_mapping, prefill=prefill, check=check
+    ).prompt(check)
+
+
+def chat_text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    role_mapping: Mapping[str, str] | None = None,
+    prefill: str = "",
+    check: Check = unchecked,
+) -> ChatText:
+    """The text for the assistant's next turn.
 
     ``messages`` have string content. ``options`` go to the chat template. ``prefill`` is the beginning of that turn's
     text, for the model to go on from. Raises ApiError 400 when the template refuses them, also after they were brought
-    into a form that more templates take, and when the model's format has no place for a prefill. ``check`` is told how
-    many tokens the rendered text has at least, before and while it is tokenized; what it raises ends the work.
+    into a form that more templates take, and when the model's format has no place for a prefill. What ``check`` raises
+    at a text that is certainly too long ends the work before the text is built.
     """
     found = formats(tokenizer)
     guarded = _guarded(found, messages)
@@ -57,12 +93,9 @@ def chat_prompt(
         check(n_plain_chars(guarded, mapping) // tokenizer.max_token_chars)
         text = plain_chat(guarded, mapping)
         text += f" {_guard(tokenizer, is_own=False).text(prefill)}" if prefill else ""
-        return Prompt(tuple(tokenizer.encode(text, special=True, check=check)))
+        return ChatText(found, text, special=True, prefill="")
     text = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
-    tokens = tokenizer.encode(text, special=False, check=check)
-    if prefill:
-        return Prompt((*tokens, *_begun(found, tokens, prefill, check)))
-    return Prompt(tuple(tokens), in_reasoning=found.ends_in_reasoning(tokens))
+    return ChatText(found, text, special=False, prefill=prefill)
 
 
 def _begun(found: Formats, tokens: Sequence[int], text: str, check: Check) -> list[int]:

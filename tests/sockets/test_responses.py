@@ -12,7 +12,8 @@ from responsekit import events_of, joined, kinds, plain, scripted
 
 from mlx_serve.api.responses.items import Item, Other, as_list
 from mlx_serve.api.responses.store import ResponseStore
-from mlx_serve.core import ApiError
+from mlx_serve.core import ApiError, ClientGone
+from mlx_serve.engine.fake_backend import FakeTokenizer
 
 WEATHER = {
     "type": "function",
@@ -679,6 +680,44 @@ def test_the_oldest_turns_are_left_out_when_the_client_says_so(model):
     huge = [{"role": "user", "content": "x" * 200_000}, {"role": "assistant", "content": "a"}, talk[-1]]
     model.whole("Hello.", input=huge, truncation="auto")
     assert model.asked() == "[user]last\n[assistant]"
+
+
+def test_a_long_conversation_is_tokenized_once_to_be_cut(model, monkeypatch):
+    encoded = []
+    encode = FakeTokenizer.encode
+    monkeypatch.setattr(
+        FakeTokenizer, "encode", lambda self, text, **more: encoded.append(len(text)) or encode(self, text, **more)
+    )
+    talk = []
+    for i in range(140):
+        talk += [
+            {"role": "user", "content": f"q{i}" + "x" * 200},
+            {"role": "assistant", "content": f"a{i}" + "y" * 200},
+        ]
+    model.whole("Hello.", input=[*talk, USER], truncation="auto", max_output_tokens=100)
+    assert 3500 < len(model.asked()) <= 4096 - 100
+    # The prompt, and a quarter of it to see how long its tokens are.
+    assert sum(encoded) < 1.3 * 4096
+
+
+def test_a_client_that_leaves_ends_the_tokenizing(model, monkeypatch):
+    begun, gone = threading.Event(), threading.Event()
+
+    def encode(self, text, *, special, check=None):
+        begun.set()
+        try:
+            while True:
+                check(0)
+        except ClientGone:
+            gone.set()
+            raise
+
+    monkeypatch.setattr(FakeTokenizer, "encode", encode)
+    connection = model.server.connection()
+    connection.request("POST", "/v1/responses", json.dumps({"input": "hi"}), {"Content-Type": "application/json"})
+    assert begun.wait(DEADLINE_S)
+    connection.close()
+    assert gone.wait(DEADLINE_S)
 
 
 def test_only_what_runs_in_the_background_can_be_cancelled(model):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 from urllib.parse import parse_qs
 
 from mlx_serve.api.cost import n_content_chars
@@ -13,6 +11,7 @@ from mlx_serve.api.responses import history
 from mlx_serve.api.responses.asked import Asked, keeper, read
 from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
 from mlx_serve.api.responses.store import Turn, input_of
+from mlx_serve.api.responses.truncation import truncated
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -29,7 +28,7 @@ from mlx_serve.api.serving import (
 )
 from mlx_serve.core import ApiError, Prompt, RawRequest, Response
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.text.prompt import chat_prompt
+from mlx_serve.text.prompt import chat_text
 from mlx_serve.text.tokenizer import Tokenizer
 
 _MAX_PAGE, _PAGE = 100, 20
@@ -112,57 +111,16 @@ def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenize
     """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
     messages = history.as_messages(asked.items, asked.body.instructions)
     most = context_tokens(services, entry)
-    render = partial(_render, services, request, entry, tokenizer, asked)
-    if asked.body.truncation == "disabled" or most is None:
-        return render(messages)
-    # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
-    return _truncated(messages, render, most - min(asked.body.wanted_tokens or 1, most // 2))
-
-
-def _render(
-    services: Services,
-    request: RawRequest,
-    entry: ModelEntry,
-    tokenizer: Tokenizer,
-    asked: Asked,
-    messages: Sequence[dict[str, Any]],
-) -> Prompt:
     check = context_check(services, request, entry, "input")
-    check(n_content_chars(messages) // tokenizer.max_token_chars)
-    return chat_prompt(
-        tokenizer,
-        messages,
-        tools=[offer.definition() for offer in asked.body.offers()],
-        options=template_options(services, entry, asked.body.template_options),
-        check=check,
-    )
-
-
-def _truncated(
-    messages: list[dict[str, Any]], render: Callable[[Sequence[dict[str, Any]]], Prompt], most: int
-) -> Prompt:
-    """The prompt of as many of the last turns as fit into ``most`` tokens, found by halving."""
-
-    def prompt_of(n_dropped: int) -> Prompt | None:
-        try:
-            prompt = render(history.without_oldest(messages, n_dropped))
-        except ApiError as error:
-            if error.code != "context_length_exceeded" or n_dropped == n_droppable:
-                raise
-            return None
-        return prompt if len(prompt.tokens) <= most or n_dropped == n_droppable else None
-
-    n_droppable = history.n_turns(messages) - 1
-    whole = prompt_of(0) if n_droppable > 0 else render(messages)
-    if whole is not None:
-        return whole
-    low, high = 1, n_droppable
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if prompt_of(middle) is not None else (middle + 1, high)
-    found = prompt_of(low)
-    assert found is not None
-    return found
+    tools = [offer.definition() for offer in asked.body.offers()]
+    options = template_options(services, entry, asked.body.template_options)
+    render = partial(chat_text, tokenizer, tools=tools, options=options, check=check)
+    if asked.body.truncation == "disabled" or most is None:
+        check(n_content_chars(messages) // tokenizer.max_token_chars)
+        return render(messages).prompt(check)
+    # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
+    most -= min(asked.body.wanted_tokens or 1, most // 2)
+    return truncated(messages, render, tokenizer, check, most)
 
 
 def _default_limit(services: Services, entry: ModelEntry) -> int:
