@@ -24,11 +24,11 @@ from mlx_serve.flags import (
     file_path,
     flag,
     flags_of,
-    json_object,
     option_of,
     pair,
     path_list,
     size,
+    template_arguments,
 )
 from mlx_serve.paths import expanded
 
@@ -78,7 +78,10 @@ class Config:
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text) instead of the tokenizer's")
     use_default_chat_template: bool = flag(_MODEL, False, "use the tokenizer's default chat template if it has none")
     chat_template_args: Mapping[str, Any] = flag(
-        _MODEL, {}, """arguments for the chat template, as JSON: '{"enable_thinking": false}'""", parse=json_object
+        _MODEL,
+        {},
+        """arguments for the chat template, as JSON: '{"enable_thinking": false}'""",
+        parse=template_arguments,
     )
     max_model_len: int | None = flag(
         _MODEL, None, "cap on prompt plus output tokens of a request; by default the model's context", parse=int, low=2

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mlx_serve.core import StartError
-from mlx_serve.flags import Flag, did_you_mean, file_path, flag, flags_of, json_object, penalty
+from mlx_serve.flags import Flag, did_you_mean, file_path, flag, flags_of, penalty, template_arguments
 
 _MODEL, _SAMPLING = "model", "sampling defaults"
 
@@ -44,7 +44,9 @@ class ModelSpec:
     aliases: tuple[str, ...] = flag(_MODEL, (), "more names, or patterns with *", many=True)
     draft_model: str | None = flag(_MODEL, None, "draft model; the first model's only", parse=file_path)
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text)")
-    chat_template_args: Mapping[str, Any] = flag(_MODEL, {}, "arguments for the chat template", parse=json_object)
+    chat_template_args: Mapping[str, Any] = flag(
+        _MODEL, {}, "arguments for the chat template", parse=template_arguments
+    )
     max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens", parse=int, low=2)
     defaults: Mapping[str, float] = field(default_factory=dict)
 

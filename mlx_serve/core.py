@@ -30,6 +30,15 @@ def unchecked(n_tokens: int) -> None:
     """The check of a text that may have any length."""
 
 
+# What apply_chat_template takes for itself and no chat template can be given; ``chat_template`` would be code.
+RESERVED_TEMPLATE_OPTIONS = frozenset(
+    [
+        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+        *("tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    ]
+)
+
 # The logger of the requests' lines, which are formatted as they are written.
 ACCESS_LOG = "mlx_serve.access"
 

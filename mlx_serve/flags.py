@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS
+
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZES = {unit.upper(): n for unit, n in (_UNITS | _BINARY_UNITS).items()}
@@ -53,9 +55,21 @@ def file_path(text: str) -> str:
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
+    return value
+
+
+def template_arguments(given: str | dict[str, Any]) -> dict[str, Any]:
+    """Arguments for the chat template: a JSON object, or a table of a file."""
+    value = json_object(given) if isinstance(given, str) else given
+    taken = sorted(RESERVED_TEMPLATE_OPTIONS & value.keys())
+    if taken:
+        raise ValueError(f"'{taken[0]}' is not for the chat template")
     return value
 
 
@@ -86,7 +100,7 @@ _TOML_TYPES: dict[Callable[[str], Any], tuple[tuple[type, ...], str]] = {
     size: ((int, str), "a size (an integer, or a string as '2GB' or '32MiB')"),
     comma_list: ((str, list), "a string or a list of strings"),
     path_list: ((str, list), "a string or a list of strings"),
-    json_object: ((dict,), "a table"),
+    template_arguments: ((dict,), "a table"),
 }
 
 
@@ -97,7 +111,7 @@ class Flag:
     group: str
     help: str
     default: Any
-    parse: Callable[[str], Any]
+    parse: Callable[[Any], Any]
     low: float | None
     high: float | None
     choices: tuple[Any, ...]
@@ -156,7 +170,7 @@ class Flag:
         value = self._typed(value, _TOML_TYPES[self.parse][0])
         if isinstance(value, list):
             return tuple(self._strings(value))
-        return value if isinstance(value, dict) else self.from_text(str(value))
+        return self.parse(value) if isinstance(value, dict) else self.from_text(str(value))
 
     @property
     def _range(self) -> str:
@@ -198,7 +212,7 @@ def flag(
     default: Any,
     help: str,
     *,
-    parse: Callable[[str], Any] = str,
+    parse: Callable[[Any], Any] = str,
     low: float | None = None,
     high: float | None = None,
     choices: tuple[Any, ...] = (),

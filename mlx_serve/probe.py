@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_serve import blas
+from mlx_serve.engine.model_dir import check_files, read_object
 
 
 def main(argv: list[str]) -> int:
@@ -37,13 +38,14 @@ def _device() -> dict[str, Any]:
 def _model(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
     """Whether mlx-lm has code for the model, and whether its tokenizer loads; faults as one line, or "".
 
-    Nothing when its config.json is not readable: that shows without MLX.
+    Nothing when its files are not readable: that shows without MLX.
     """
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        check_files(path)
+        config = read_object(path / "config.json")
     except (OSError, ValueError):
         return {}
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+    if not isinstance(config.get("model_type"), str):
         return {}
     return {
         "architecture": _architecture_fault(config),
@@ -58,7 +60,7 @@ def _architecture_fault(config: dict[str, Any]) -> str:
         return ""
     try:
         _get_classes(config)
-    except ValueError:
+    except Exception:  # noqa: BLE001  a foreign name leads to any module of mlx-lm's, or to none
         kind = config["model_type"]
         module = f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}"
         if not kind.isidentifier() or importlib.util.find_spec(module) is None:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, NoReturn
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS
+
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_TEXT_LOGPROBS = 5
@@ -118,18 +120,8 @@ def omitted(kind: str) -> str:
     return f"[{kind[:80]} omitted: this model reads text only]"
 
 
-# What the tokenizer's apply_chat_template takes for itself; "chat_template" would be code from a client.
-_RESERVED_OPTIONS = frozenset(
-    [
-        *("messages", "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-    ]
-)
-
-
 def _template_options(value: dict[str, Any]) -> dict[str, Any]:
-    taken = sorted(_RESERVED_OPTIONS & value.keys())
+    taken = sorted(RESERVED_TEMPLATE_OPTIONS & value.keys())
     if taken:
         refuse(f"'{taken[0]}' is not for the chat template.")
     return value

@@ -6,7 +6,6 @@ its specification's: 8 bytes with the header's length, the header (JSON), the da
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_serve.engine.catalog import NotAModelError, read_entry
+from mlx_serve.engine.model_dir import MAX_TOKENIZER_BYTES, check_files, open_regular, parse_json, read_object
 
 # The specification's own bound on a header.
 _MAX_HEADER_BYTES = 100_000_000
-_MAX_JSON_BYTES = 256_000_000
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -55,6 +54,7 @@ def look_into(path: Path) -> ModelFiles:
     model_type = config.get("model_type")
     if not faults and not isinstance(model_type, str):
         faults.append(Fault("config.json has no model_type", "download the model again, in mlx-lm's format"))
+    faults += _strange_files(path)
     faults += _weight_faults(path)
     faults += _tokenizer_faults(path)
     template = has_chat_template(path)
@@ -96,7 +96,8 @@ def _stored_type(path: Path) -> str | None:
     """The type of most of the first file's tensors, by the format's own name for it, as F32."""
     for file in sorted(path.glob("model*.safetensors"))[:1]:
         if not shard_fault(file):
-            types = [tensor.get("dtype") for name, tensor in _header(file).items() if name != "__metadata__"]
+            found = [tensor.get("dtype") for name, tensor in _header(file).items() if name != "__metadata__"]
+            types = [name for name in found if isinstance(name, str)]
             return max(set(types), key=types.count, default=None)
     return None
 
@@ -106,7 +107,7 @@ def has_chat_template(path: Path) -> bool:
     if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
         return True
     try:
-        config = _json(path / "tokenizer_config.json")
+        config = read_object(path / "tokenizer_config.json")
     except (OSError, ValueError):
         return False
     return bool(config.get("chat_template") or config.get("chat_template_type"))
@@ -118,17 +119,16 @@ def _config(path: Path, faults: list[Fault]) -> tuple[dict[str, Any], int | None
     except NotAModelError as error:
         faults.append(Fault(str(error), "name a directory that holds a model in mlx-lm's format"))
         return {}, None
-    return _json(path / "config.json"), entry.context_tokens
+    return read_object(path / "config.json"), entry.context_tokens
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """An object. Raises OSError and ValueError."""
-    if path.stat().st_size > _MAX_JSON_BYTES:
-        raise ValueError("is too large")
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError("is not a JSON object")
-    return value
+def _strange_files(path: Path) -> Iterator[Fault]:
+    try:
+        check_files(path)
+    except NotADirectoryError:  # said already, as what it is instead of a model
+        return
+    except OSError as error:
+        yield Fault(f"{error.filename}: {error.strerror}", "take out what does not belong to the model")
 
 
 def _weight_faults(path: Path) -> Iterator[Fault]:
@@ -147,7 +147,7 @@ def _missing_shards(path: Path) -> list[str]:
     if not index.is_file():
         return []
     try:
-        shards = _json(index).get("weight_map")
+        shards = read_object(index).get("weight_map")
     except (OSError, ValueError):
         # mlx-lm does not read the index: a damaged one is no reason to refuse.
         return []
@@ -174,14 +174,14 @@ def shard_fault(file: Path) -> str:
 
 
 def _is_lfs_pointer(file: Path) -> bool:
-    with file.open("rb") as raw:
+    with open_regular(file) as raw:
         return raw.read(len(_LFS)) == _LFS
 
 
 def _data_start(file: Path) -> int:
     """Where a safetensors file's data begins. Raises OSError, and ValueError when that is beyond its end."""
     size = file.stat().st_size
-    with file.open("rb") as raw:
+    with open_regular(file) as raw:
         start = raw.read(8)
     n_header = struct.unpack("<Q", start)[0] if len(start) == 8 else size
     if n_header > min(_MAX_HEADER_BYTES, size - 8):
@@ -192,9 +192,9 @@ def _data_start(file: Path) -> int:
 def _header(file: Path) -> dict[str, Any]:
     """A safetensors file's header. Raises OSError and ValueError."""
     n_bytes = _data_start(file) - 8
-    with file.open("rb") as raw:
+    with open_regular(file) as raw:
         raw.seek(8)
-        header = json.loads(raw.read(n_bytes))
+        header = parse_json(raw.read(n_bytes))
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
     return header
@@ -208,11 +208,12 @@ def _tokenizer_faults(path: Path) -> Iterator[Fault]:
         return
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
-            _json(path / name)
+            read_object(path / name, MAX_TOKENIZER_BYTES)
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            yield Fault(f"{name} cannot be read: {error}", "download the model again")
+            reason = error.strerror if isinstance(error, OSError) else error
+            yield Fault(f"{name} cannot be read: {reason}", "download the model again")
 
 
 def _size(file: Path) -> int:

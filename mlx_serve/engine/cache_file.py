@@ -8,9 +8,11 @@ means is cache_state.py's business. Numbers are little-endian, tokens big-endian
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import stat
 import struct
 import sys
 from array import array
@@ -32,6 +34,9 @@ _MAGIC = b"MLXKV\0\0\2"
 _SIZES = struct.Struct("<8sIIQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 4 * 2**20
+# A link in the place of a file of ours is somebody else's, who may write in the directory: it leads to files that are
+# none of ours to read or to write.
+_OURS = os.O_NOFOLLOW | os.O_CLOEXEC
 # Written in pieces, so that a writer that shall stop does so soon.
 _PIECE_BYTES = 8 * 2**20
 
@@ -99,12 +104,26 @@ def write(path: Path, head: bytes, arrays: Iterable[bytes], go_on: Callable[[], 
 
 def create(path: Path) -> BinaryIO:
     """A new file that nobody else may read: it holds what users wrote. Raises OSError."""
-    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb")
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OURS, 0o600), "wb")
+
+
+def _open(path: Path) -> BufferedReader:
+    """A file of ours. Raises OSError, and DamagedFileError for a link and for what is no regular file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OURS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DamagedFileError("it is a symbolic link") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise DamagedFileError("it is not a regular file")
+    return open(fd, "rb")
 
 
 def read_header(path: Path) -> tuple[Header, int]:
     """The header, and the file's size in bytes. Raises DamagedFileError and OSError."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         header, _ = _read_head(file)
         return header, os.fstat(file.fileno()).st_size
 
@@ -114,7 +133,7 @@ def read(path: Path, decode: Callable[[Header, Callable[[int], bytearray]], T]) 
 
     Nothing is returned before the digest over all of it was right. Raises DamagedFileError and OSError.
     """
-    with path.open("rb") as file:
+    with _open(path) as file:
         header, digest = _read_head(file)
         left = header.n_bytes
 

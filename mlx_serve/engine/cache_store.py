@@ -288,7 +288,7 @@ class CacheStore:
     def _touch(self, entry: Entry) -> bool:
         """Note a use, here and, for the next start, in the file's time. False when the file is gone."""
         try:
-            os.utime(entry.path)
+            os.utime(entry.path, follow_symlinks=False)
         except FileNotFoundError:
             self._forget(entry)
             return False
@@ -319,7 +319,7 @@ def _claim(directory: Path) -> int:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             log.warning("prompt cache: other users may write in %s", directory)
-        lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(directory / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise _unusable(directory, error) from error
     try:

@@ -7,7 +7,6 @@ downloaded into the Hugging Face cache. Nothing is downloaded because a client a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from huggingface_hub import scan_cache_dir, snapshot_download
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.model_dir import read_object
 
 # mlx_lm.server's name for "the model of the command line".
 DEFAULT_NAME = "default_model"
@@ -90,14 +90,12 @@ def _first_int(settings: dict[str, Any], keys: Sequence[str]) -> int | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return read_object(path / "config.json")
     except FileNotFoundError:
         raise NotAModelError(f"{path} is not a model directory: it has no config.json") from None
     except (OSError, ValueError) as error:
-        raise NotAModelError(f"{path / 'config.json'} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise NotAModelError(f"{path / 'config.json'} is not a JSON object")
-    return config
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise NotAModelError(f"{path / 'config.json'} cannot be read: {reason}") from None
 
 
 class Catalog:

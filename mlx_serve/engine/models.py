@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 from collections import OrderedDict
@@ -35,6 +34,7 @@ from mlx_serve.engine.load_errors import LOAD_ERRORS, LoadError, loading, too_la
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
+from mlx_serve.engine.model_dir import check_files, read_object
 from mlx_serve.engine.pooling import read_pooling
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sharding import Sharding
@@ -213,6 +213,9 @@ class ModelStore:
 
     def _read(self, entry: ModelEntry) -> Generator[None, None, tuple[Any, Any]]:
         self._tokenizer(entry)
+        for path in (entry.path, entry.adapter_path, self._draft_path):
+            if path is not None:
+                check_files(path)
         model, _ = load_model(entry.path, lazy=True, trust_remote_code=self._trust_remote_code)
         if entry.adapter_path is not None:
             model = load_adapters(model, str(entry.adapter_path))
@@ -309,22 +312,29 @@ class ModelStore:
     def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         try:
             settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
+            check_files(entry.path)
             wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
+            if self._use_default_chat_template and wrapper.chat_template is None:
+                wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
+            tokenizer = MlxTokenizer(wrapper)
         except LOAD_ERRORS as error:
             raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
-        if self._use_default_chat_template and wrapper.chat_template is None:
-            wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
-        tokenizer = MlxTokenizer(wrapper)
         return tokenizer, Vocabulary(tokenizer, entry.vocab_size or 0)
 
 
 def _eos_ids(path: Path) -> Any:
-    """The end tokens that mlx-lm reads from a model's configuration: generation_config.json wins over config.json."""
+    """The end tokens that mlx-lm reads from a model's configuration: generation_config.json wins over config.json.
+
+    Raises OSError, and ValueError for what can be no token's id.
+    """
     ids = None
     for name in ("config.json", "generation_config.json"):
         file = path / name
         if file.is_file():
-            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") or ids
+            ids = read_object(file).get("eos_token_id") or ids
+    listed = ids if isinstance(ids, list) else [ids]
+    if ids is not None and not all(type(token) is int for token in listed):
+        raise ValueError("its eos_token_id is neither a token id nor a list of them")
     return ids
 
 

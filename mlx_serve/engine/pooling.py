@@ -6,13 +6,13 @@ https://sbert.net/docs/package_reference/sentence_transformer/modules.html
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.model_dir import read_json
 
 # What the steps behind the model may be: vectors are always brought to length 1 here.
 _STEPS = frozenset({"Transformer", "Pooling", "Normalize"})
@@ -85,7 +85,7 @@ def _load(path: Path, absent: Any) -> Any:
     """A JSON file of the same type as ``absent``. Raises ValueError, OSError."""
     if not path.is_file():
         return absent
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = read_json(path)
     if type(value) is not type(absent):
         raise ValueError(f"{path} has another type")
     return value

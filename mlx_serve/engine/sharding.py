@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_serve.engine.model_dir import read_object
 from mlx_serve.engine.ranks import Ranks
 
 # All of these are divided among the ranks; mlx-lm does not check that they can be, and a wrong split may go unnoticed.
@@ -56,7 +56,7 @@ def _config_digest(path: Path) -> int:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config = read_object(path / "config.json")
     text_config = config.get("text_config")
     return config | text_config if isinstance(text_config, dict) else config
 

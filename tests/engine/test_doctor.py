@@ -12,6 +12,7 @@ from tinymodel import write_model
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor import command as doctor
 from mlx_serve.commands.doctor.checks import Probe
+from mlx_serve.probe import _architecture_fault
 
 DEADLINE_S = 120
 
@@ -70,6 +71,10 @@ def test_a_model_type_that_mlx_lm_does_not_have(run, tmp_path):
         assert problems(findings) == [f"this mlx-lm has no model type '{kind}'"]
 
 
+def test_a_model_type_that_leads_to_another_module_of_mlx_lm():
+    assert _architecture_fault({"model_type": "cache"}) == "the code for model type 'cache' cannot be imported"
+
+
 def test_a_tokenizer_that_does_not_load(run, tmp_path):
     path = write_model(tmp_path / "model")
     (path / "tokenizer.json").write_text('{"model": 5}')
@@ -99,6 +104,22 @@ def test_files_of_the_flags(run, no_probe, tmp_path):
     for flags in (["--tls-cert", tmp_path / "none"], ["--api-key-file", tmp_path / "none"]):
         status, findings = run("--port", 0, *flags)
         assert (status, len(problems(findings))) == (1, 1)
+
+
+@pytest.mark.parametrize(("mode", "says"), [(0o600, []), (0o640, ["read"]), (0o604, ["read"]), (0o622, ["write"])])
+def test_a_file_of_keys_is_for_the_server_alone(run, no_probe, tmp_path, mode, says):
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(mode)
+    status, findings = run("--port", 0, "--api-key-file", keys)
+    assert (status, texts(findings, "keys")) == (0, [f"other users may {what} {keys}" for what in says])
+
+
+def test_a_model_with_something_to_wait_at_is_not_waited_for(run, tmp_path):
+    path = write_model(tmp_path / "model")
+    os.mkfifo(path / "merges.txt")
+    status, findings = run("--model", path, "--port", 0)
+    assert (status, problems(findings)) == (1, [f"{path / 'merges.txt'}: it is not a regular file"])
 
 
 def test_a_socket_that_is_there_is_left_alone(run, no_probe, tmp_path):

@@ -1,13 +1,16 @@
 """Loading model directories: tokenizers, templates, one model at a time, and what happens when files are wrong."""
 
+import inspect
 import json
+import os
 import weakref
 from queue import SimpleQueue
 
 import pytest
 from tinymodel import CONFIG, EOS, tokens_of, write_model
+from transformers import PreTrainedTokenizerBase
 
-from mlx_serve.core import ApiError, Job, Prompt, Sampling
+from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.engine.memory import MemoryBudget
@@ -123,6 +126,52 @@ def test_whatever_is_wrong_with_a_model_is_a_load_error(root, name, content):
         opened(store, "one")
     assert isinstance(caught.value.__cause__, LoadError)
     assert "\n" not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("where", ["one/tokenizer.json", "one/chat_template.jinja", "one/1_Pooling/x"])
+def test_a_fifo_in_a_model_is_not_waited_for(root, where):
+    _catalog, store = store_of(root)
+    (root / where).parent.mkdir(exist_ok=True)
+    (root / where).unlink(missing_ok=True)
+    os.mkfifo(root / where)
+    with pytest.raises(ApiError) as caught:
+        opened(store, "one")
+    assert "not a regular file" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("ids", ["end", {"a": 1}, [[1]], [1.5], True])
+def test_an_end_token_that_is_no_token_is_a_load_error(root, ids):
+    catalog, store = store_of(root)
+    (root / "one" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(LoadError, match="eos_token_id"):
+        store.check(catalog.find("one"))
+
+
+# What a client's arguments and messages make of a template: numbers that do not divide, or overflow, or exceed memory.
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        ("{{ 1 / n }}", {"n": 0}),
+        ("{{ 2.0 ** n }}", {"n": 5000}),
+        ("{{ 'a' * n }}", {"n": 2**62}),
+        ("{{ 'a' * n }}", {"n": 2**200}),
+        ("{{ '%*d' % (n, 1) }}", {"n": 2**70}),
+        ("{{ n.x.y }}", {"n": 1}),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(n) }}", {"n": 1}),
+        ("{{ n.__class__.__mro__ }}", {"n": 1}),
+    ],
+)
+def test_whatever_a_template_raises_is_the_request_s_fault(root, template, options):
+    catalog, store = store_of(root, tokenizer_config={"chat_template": template})
+    with pytest.raises(ApiError) as caught:
+        store.tokenizer(catalog.find("one")).render_chat([{"role": "user", "content": "hi"}], None, options)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_no_argument_of_the_tokenizer_s_own_can_be_a_template_s():
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    # ``documents`` are for the template.
+    assert taken.keys() - {"self", "kwargs", "documents"} <= RESERVED_TEMPLATE_OPTIONS
 
 
 @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[")])

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     # It opens the page's paths to those without a key.
     "http_options": SHARED | {"config", "wire", "api"},
     "demo": {"core", "gguf", "paths", "progress"},
-    "probe": {"blas"},
+    "probe": {"blas", "engine"},
     "config_file": {"core", "flags"},
     "config": {"core", "flags", "config_file", "paths"},
     "model_options": SHARED | {"flags", "config_file", "config", "demo", "engine"},

@@ -346,6 +346,34 @@ def test_two_servers_do_not_share_a_directory_and_a_killed_one_gives_it_back(ope
     assert save(store, [1, 1])
 
 
+def test_a_link_in_the_place_of_a_file_is_neither_read_nor_written(open_store, directory, tmp_path):
+    store = open_store()
+    assert save(store, [1, 1], b"ours")
+    (file,) = files(directory)
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    before = elsewhere.stat().st_mtime_ns
+    assert load(store, [1, 1]) is None
+    assert (store.counts()["damaged"], file.is_symlink()) == (1, False)
+    assert elsewhere.stat().st_mtime_ns == before
+    stranger = tmp_path / "stranger"
+    stranger.write_bytes(b"theirs")
+    file.with_suffix(".tmp").symlink_to(stranger)
+    save(store, [1, 1], b"ours")
+    assert stranger.read_bytes() == b"theirs"
+    assert save(store, [1, 1], b"ours")
+    assert load(store, [1, 1]) == b"ours"
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused(directory, tmp_path):
+    directory.mkdir()
+    (directory / "lock").symlink_to(tmp_path / "theirs")
+    with pytest.raises(StartError, match="cannot use the prompt cache directory"):
+        CacheStore(directory, 100)
+    assert not (tmp_path / "theirs").exists()
+
+
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Writes wait for ``gate``; ``reached`` tells that one does."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -261,6 +262,47 @@ def test_what_is_no_model_says_what_is_missing(tmp_path, config, weights, says):
     with pytest.raises(NotAModelError) as caught:
         read_entry("x", path)
     assert says in str(caught.value)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (DEEP, "nested too deeply"),
+        ('{"model_type": "llama", "rope": ' + DEEP + "}", "nested too deeply"),
+        ('{"vocab_size": ' + "1" * 5000 + "}", "cannot be read"),
+        ('"' + "x" * 16_000_000 + '"', "more than 16000000 bytes"),
+        ("[]", "not a JSON object"),
+        ("null", "not a JSON object"),
+    ],
+    ids=["deep", "deep inside", "a number too long", "huge", "a list", "null"],
+)
+def test_a_config_that_is_no_config_says_so(tmp_path, config, says):
+    path = write(tmp_path / "models" / "odd", config)
+    with pytest.raises(NotAModelError, match=says):
+        read_entry("odd", path)
+    catalog = Catalog(roots=[tmp_path / "models"])
+    assert catalog.entries() == []
+    with pytest.raises(ApiError, match="incomplete or damaged"):
+        catalog.find("odd")
+
+
+def test_values_of_other_types_count_as_absent(tmp_path):
+    config = {"model_type": 5, "vocab_size": "many", "max_position_embeddings": [1], "text_config": "none"}
+    entry = read_entry("odd", write(tmp_path / "odd", config))
+    assert (entry.vocab_size, entry.context_tokens) == (None, None)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_a_config_that_is_no_file_is_not_waited_for(tmp_path, make):
+    path = write(tmp_path / "models" / "odd")
+    (path / "config.json").unlink()
+    make(path / "config.json")
+    with pytest.raises(NotAModelError, match="not a regular file"):
+        read_entry("odd", path)
+    assert Catalog(roots=[tmp_path / "models"]).entries() == []
 
 
 def test_the_context_may_be_told_for_the_text_part(tmp_path):

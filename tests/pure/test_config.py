@@ -163,6 +163,8 @@ def test_sizes(text, n):
         "--kv-group-size 8",
         "--chat-template-args [1]",
         "--chat-template-args {",
+        '--chat-template-args {"sanitize_control_tokens":true}',
+        pytest.param("--chat-template-args " + "[" * 100_000, id="deep"),
         "--log-level LOUD",
         "--no-such-flag",
         "--max-loaded-models 0",

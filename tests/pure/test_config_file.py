@@ -146,6 +146,7 @@ MODEL = '[[models]]\npath = "/m"\n'
         ("model = 5", "model: must be a string or a list of strings, not 5"),
         ("alias = ['x']", "alias: 'x' is not of the form NAME=VALUE"),
         ("chat_template_args = 'x'", "chat_template_args: must be a table"),
+        ("chat_template_args = { tokenize = true }", "chat_template_args: 'tokenize' is not for the chat template"),
         ("host = 1979-05-27", "host: must be a string"),
         ("max-queue = 1\nmax_queue = 1", "max_queue: given twice"),
         ("model = 'x'\n" + MODEL, "model and [[models]] exclude each other"),

@@ -1,6 +1,7 @@
 """What the doctor and the list say of a model directory, from its files alone."""
 
 import json
+import os
 import struct
 
 import pytest
@@ -50,6 +51,7 @@ def test_a_whole_model_has_no_fault(model):
         (struct.pack("<Q", 2) + b"[]", "no safetensors"),
         (struct.pack("<Q", 8) + b'{"a": 1}', "no safetensors"),
         (struct.pack("<Q", 3) + b"\xff\xff\xff", "no safetensors"),
+        (struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000, "no safetensors"),
     ],
 )
 def test_a_damaged_shard_is_told(model, raw, says):
@@ -124,3 +126,33 @@ def test_what_is_no_directory(tmp_path):
 )
 def test_how_the_weights_are_kept(config, said):
     assert quantization(config) == said
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", [DEEP, '{"a": ' + DEEP + "}", "5", ""])
+def test_a_file_that_is_no_json_object_is_a_fault(model, name, text):
+    (model / name).write_text(text)
+    assert any(name in fault and "cannot be read" in fault for fault in texts(model))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "x.py"]
+)
+def test_a_fifo_is_not_waited_for(model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    files = look_into(model)
+    assert f"{model / name}: it is not a regular file" in [fault.text for fault in files.faults]
+    assert not files.servable
+
+
+def test_values_of_other_types_are_no_values(model):
+    (model / "config.json").write_text('{"model_type": [], "quantization": {"bits": "4"}, "torch_dtype": {}}')
+    header = json.dumps({"a": {"dtype": ["F32"], "data_offsets": [0, 8]}}).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    files = look_into(model)
+    assert (files.model_type, files.quantization) == (None, None)
+    assert texts(model) == ["config.json has no model_type"]

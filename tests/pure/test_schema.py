@@ -197,6 +197,7 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"functions": [{"name": "f"}], "function_call": "auto"}, "functions", None),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", None),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", None),
+        ({"chat_template_kwargs": {"sanitize_control_tokens": True}}, "chat_template_kwargs", None),
     ],
 )
 def test_a_chat_field_that_is_wrong_is_named(fields, param, code):

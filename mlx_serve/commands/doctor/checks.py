@@ -10,6 +10,7 @@ import os
 import platform
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ from mlx_serve.wire.options import Application
 
 # As the server asks for: cli raises its soft limit to the connections and these.
 OTHER_DESCRIPTORS = 256
+# What the group and others may do with a file.
+_OTHERS = 0o066
 _PROBE_TIMEOUT_S = 180
 _NEEDED = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "pydantic")
 _EXTRAS = {"llguidance": "structured", "prometheus-client": "metrics"}
@@ -191,6 +194,19 @@ def address(settings: Config) -> Iterator[Finding]:
     if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
         text = f"anyone who can reach {settings.host} could use this server"
         yield Finding("note", "address", text, "set --api-key-file")
+
+
+def secret_files(settings: Config) -> Iterator[Finding]:
+    """Whether other users of the machine may read the keys."""
+    for text in (settings.api_key_file, settings.tls_key):
+        path = expanded(text) if text is not None else None
+        if path is not None and path.is_file() and (mode := path.stat().st_mode & _OTHERS):
+            advice = f"let only the server's user read it: chmod 600 {path}"
+            yield Finding("note", "keys", f"other users may {_doing(mode)} {path}", advice)
+
+
+def _doing(mode: int) -> str:
+    return "write" if mode & (stat.S_IWGRP | stat.S_IWOTH) else "read"
 
 
 def cache_dir(settings: Config) -> Iterator[Finding]:

@@ -71,6 +71,7 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.device(probe)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
+    yield from checks.secret_files(settings)
     yield from checks.cache_dir(settings)
     yield from about_models
     for model in models:
