@@ -344,13 +344,18 @@ Delta: TypeAlias = Text | ToolCallStart | ToolCallArguments | Finish | Beat
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """What the engine tells of one model that is loaded. Counts are of sequences."""
+    """What the engine tells of one model that is loaded. Counts are of sequences.
+
+    ``capacity``: how many run at a time; ``alone``: why it is but one, when the model or a flag is the reason.
+    """
 
     name: str
     waiting: int = 0
     running: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
+    capacity: int = 0
+    alone: str = ""
 
 
 @dataclass(frozen=True, slots=True)

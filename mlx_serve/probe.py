@@ -1,4 +1,4 @@
-"""What MLX and mlx-lm find on this machine, as one JSON object on stdout: ``python -m mlx_serve.probe [MODEL]``.
+"""What MLX and mlx-lm find on this machine, as JSON on stdout: ``python -m mlx_serve.probe [MODEL] [FLAGS]``.
 
 A process of its own, for ``mlx-serve doctor``: an MLX that can't start (no Metal, a wrong build) may end the process
 that imports it, and to say so is the doctor's work.
@@ -6,6 +6,7 @@ that imports it, and to say so is the doctor's work.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -18,12 +19,23 @@ from mlx_serve.engine.model_dir import check_files, read_object
 
 def main(argv: list[str]) -> int:
     """Print what was found; gives the exit status."""
+    wanted = _parser().parse_args(argv)
     library = blas.preload_openblas()
     found: dict[str, Any] = {"openblas": library, **_device()}
-    if argv:
-        found |= _model(Path(argv[0]), trust_remote_code="--trust-remote-code" in argv[1:])
+    if wanted.model is not None:
+        found |= _model(wanted)
     print(json.dumps(found))
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--kv-bits", type=int)
+    parser.add_argument("--kv-group-size", type=int, default=64)
+    parser.add_argument("--draft-model", type=Path)
+    return parser
 
 
 def _device() -> dict[str, Any]:
@@ -35,21 +47,23 @@ def _device() -> dict[str, Any]:
     return {"device": "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu", "device_info": facts}
 
 
-def _model(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Whether mlx-lm has code for the model, and whether its tokenizer loads; faults as one line, or "".
+def _model(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Whether mlx-lm has code for the model, its tokenizer loads and its caches do what the flags ask; else why not.
 
     Nothing when its files are not readable: that shows without MLX.
     """
     try:
-        check_files(path)
-        config = read_object(path / "config.json")
+        check_files(wanted.model)
+        config = read_object(wanted.model / "config.json")
     except (OSError, ValueError):
         return {}
     if not isinstance(config.get("model_type"), str):
         return {}
+    architecture = _architecture_fault(config)
     return {
-        "architecture": _architecture_fault(config),
-        "tokenizer": _tokenizer_fault(path, trust_remote_code=trust_remote_code),
+        "architecture": architecture,
+        "tokenizer": _tokenizer_fault(wanted.model, trust_remote_code=wanted.trust_remote_code),
+        "caches": "" if architecture else _caches_fault(wanted),
     }
 
 
@@ -77,6 +91,24 @@ def _tokenizer_fault(path: Path, *, trust_remote_code: bool) -> str:
     except Exception as error:  # noqa: BLE001  foreign files, foreign code: whatever it raises is the finding
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ""
+
+
+def _caches_fault(wanted: argparse.Namespace) -> str:
+    """Whether --kv-bits and --draft-model work with the model: its weights are named and not read."""
+    if wanted.kv_bits is None and wanted.draft_model is None:
+        return ""
+    from mlx_lm.utils import load_model
+
+    from mlx_serve.engine.trial import refusal
+
+    try:
+        models = [
+            load_model(path, lazy=True, trust_remote_code=wanted.trust_remote_code)[0] if path is not None else None
+            for path in (wanted.model, wanted.draft_model)
+        ]
+    except Exception:  # noqa: BLE001  foreign files: what is wrong with them is a finding of its own
+        return ""
+    return refusal(*models, kv_bits=wanted.kv_bits, kv_group_size=wanted.kv_group_size, computes=False)
 
 
 if __name__ == "__main__":

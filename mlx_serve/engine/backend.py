@@ -22,6 +22,10 @@ class Backend(Protocol):
     capacity: int
 
     @property
+    def alone(self) -> str:
+        """Why it takes one job at a time; "": it need not. Any thread, as ``capacity``."""
+
+    @property
     def n_decoding(self) -> int:
         """Jobs whose streams wait for every step."""
 

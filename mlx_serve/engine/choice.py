@@ -27,8 +27,9 @@ class Loaded:
     """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
 
     ``vocabulary`` is for grammars; None: they are not served. ``control_ids`` are the tokens that are no text: turns of
-    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back; ``merges``:
-    they can be batched. ``agree`` is there with several ranks: it makes of a sampler one that gives the same on all.
+    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back.
+    ``alone``: why its sequences can't be run together; "": they can. ``agree`` is there with several ranks: it makes of
+    a sampler one that gives the same on all.
     """
 
     model: Any
@@ -41,7 +42,7 @@ class Loaded:
     control_ids: frozenset[int] = frozenset()
     kv_size: KvSize = NO_KV
     trimmable: bool = True
-    merges: bool = True
+    alone: str = ""
     agree: Callable[[Sampler], Sampler] | None = None
     pooling: Pooling = LAST_TOKEN
 
@@ -64,7 +65,7 @@ class Choice:
         """Whether the job's grammar has taken more time than it may."""
         return self.constraint is not None and self.constraint.is_late
 
-    def event(self, token: int, finish: Any, logprobs: mx.array) -> TokenEvent | Failed:
+    def event(self, token: int, finish: Any) -> TokenEvent | Failed:
         """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
         position = self.n_output
         self.n_output += 1
@@ -75,8 +76,8 @@ class Choice:
         k = self.job.sampling.top_logprobs
         if k is None:
             return TokenEvent(self.job.index, token, finish)
-        # Without processors, mlx-lm's are the model's own.
-        own = self.rows.take(position) if self.rows is not None and self.processors else logprobs
+        assert self.rows is not None
+        own = self.rows.take(position)
         return TokenEvent(self.job.index, token, finish, float(own[token]), top(own, k))
 
 

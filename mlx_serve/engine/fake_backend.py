@@ -72,6 +72,7 @@ class FakeBackend:
     bytes for each token; ``cached_tokens`` of each prompt are said to be cached.
     """
 
+    alone = ""
     cache_bytes = 0
     n_cached = 0
     n_evicted = 0

@@ -1,13 +1,15 @@
-"""How large a model's KV cache is for so many tokens: measured once, on caches that hold one token."""
+"""How large a model's KV cache is for so many tokens: measured once, at two lengths, without computing them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_serve.engine.cache_kinds import leaves, window
 
 # mlx-lm's caches grow by so many tokens at a time.
 _STEP = 256
@@ -36,38 +38,34 @@ NO_KV = KvSize(0, ())
 
 
 def measure(models: Sequence[Any]) -> KvSize:
-    """Run one token through the models (which also compiles their kernels) and look at what their caches hold."""
-    caches: list[Any] = []
-    for model in models:
-        cache = make_prompt_cache(model)
-        model(mx.array([[0]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-        caches += cache
-    return of_caches(caches)
+    """Describe passes of two lengths through the models, and see by how much each layer's cache grows.
+
+    Whatever its arrays are called: what grows with the tokens is counted for each of them, the rest once.
+    """
+    shorter, longer = ([layer for model in models for layer in _filled(model, n)] for n in (_STEP, 2 * _STEP))
+    fixed, layers, element_bytes = 0.0, [], 2
+    for layer, grown in zip(shorter, longer, strict=True):
+        each = (grown.nbytes - layer.nbytes) / _STEP
+        fixed += max(0.0, layer.nbytes - each * _STEP)
+        if each > 0:
+            layers.append((each, window(layer)))
+            element_bytes = _element_bytes(layer)
+    return KvSize(int(fixed), tuple(layers), element_bytes)
+
+
+def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
+    """Caches of a sequence of so many tokens, in the shapes that they would have: MLX computes nothing of it."""
+    cache = make_prompt_cache(model)
+    model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
+    return leaves(cache)
+
+
+def _element_bytes(layer: Any) -> int:
+    keys = getattr(layer, "keys", None)
+    return int(keys.dtype.size) if isinstance(keys, mx.array) else 2
 
 
 def quantized(size: KvSize, bits: int, group_size: int) -> KvSize:
     """The same in ``bits`` bits a number, with a scale and a bias for every ``group_size`` of them."""
     share = (bits / 8 + 2 * size.element_bytes / group_size) / size.element_bytes
     return KvSize(size.fixed, tuple((each * share, most) for each, most in size.layers), size.element_bytes)
-
-
-def of_caches(caches: Iterable[Any]) -> KvSize:
-    """What caches that hold one token tell about longer ones."""
-    fixed, layers, element_bytes = 0, [], 2
-    for cache in _leaves(caches):
-        keys = getattr(cache, "keys", None)
-        if keys is None:
-            fixed += cache.nbytes
-        else:
-            layers.append((cache.nbytes / keys.shape[2], getattr(cache, "max_size", None)))
-            element_bytes = keys.dtype.size
-    return KvSize(fixed, tuple(layers), element_bytes)
-
-
-def _leaves(caches: Iterable[Any]) -> Iterator[Any]:
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from _leaves(cache.caches)
-        else:
-            yield cache

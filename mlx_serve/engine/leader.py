@@ -102,6 +102,11 @@ class LedBackend:
         self._n_jobs = 0
 
     @property
+    def alone(self) -> str:
+        """Why jobs run one at a time."""
+        return self._part.alone
+
+    @property
     def n_decoding(self) -> int:
         """Jobs whose prompts are done."""
         return self._part.n_decoding

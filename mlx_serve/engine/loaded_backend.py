@@ -26,6 +26,11 @@ class LoadedBackend:
         self._loaded = loaded
 
     @property
+    def alone(self) -> str:
+        """Why jobs run one at a time; "": they need not."""
+        return self._loaded.alone
+
+    @property
     def cache_bytes(self) -> int:
         """What kept prefixes hold."""
         return self._loaded.prefix_cache.n_bytes

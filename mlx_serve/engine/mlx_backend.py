@@ -345,7 +345,7 @@ class BatchBackend(LoadedBackend):
         # The first of its steps took the prompt's last token.
         sequence.n_done = len(sequence.ids)
         choice = sequence.choice
-        event = choice.event(response.token, response.finish_reason, response.logprobs)
+        event = choice.event(response.token, response.finish_reason)
         if response.finish_reason is not None:
             del self._decoding[response.uid]
             self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache)

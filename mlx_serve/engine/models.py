@@ -19,11 +19,13 @@ from typing import Any
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
 from mlx_serve.core import Progress
+from mlx_serve.engine import trial
 from mlx_serve.engine.backend import Opening
+from mlx_serve.engine.cache_kinds import always_trims
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
@@ -206,8 +208,7 @@ class ModelStore:
             self._disk.close()
 
     def _backend(self, loaded: Loaded) -> BatchBackend | SingleBackend:
-        single = self._single.kv_bits is not None or loaded.draft_model is not None
-        if single or not loaded.merges:
+        if loaded.alone:
             return SingleBackend(loaded, self._single)
         return BatchBackend(loaded, self._batch)
 
@@ -233,10 +234,7 @@ class ModelStore:
 
     def _ready(self, entry: ModelEntry, model: Any, draft_model: Any) -> Loaded:
         tokenizer, vocabulary = self._tokenizer(entry)
-        cache = make_prompt_cache(model)
-        trimmable, merges = self._agree_on(
-            entry, model, [all(map(_always_trims, cache)), all(hasattr(layer, "merge") for layer in cache)]
-        )
+        trimmable, alone = self._tried(entry, model, draft_model)
         return Loaded(
             model=model,
             vocab_size=entry.vocab_size or tokenizer.n_tokens,
@@ -249,10 +247,25 @@ class ModelStore:
             control_ids=frozenset(tokenizer.controls),
             kv_size=measure([model] if draft_model is None else [model, draft_model]),
             trimmable=trimmable,
-            merges=merges,
+            alone=alone,
             agree=self._sharding.ranks.agree if self._sharding is not None else None,
             pooling=read_pooling(entry.path),
         )
+
+    def _tried(self, entry: ModelEntry, model: Any, draft_model: Any) -> tuple[bool, str]:
+        """Whether caches can always be cut back, and why sequences can't be run together. Raises LoadError."""
+        options, is_one = self._single, self._sharding is None
+        refusal = trial.refusal(
+            model, draft_model, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size, computes=is_one
+        )
+        trimmable, may_serve = self._agree_on(entry, model, [always_trims(make_prompt_cache(model)), not refusal])
+        if not may_serve:
+            raise LoadError(f"cannot serve {entry.name}: {refusal or 'another rank says why in its log'}")
+        alone = options.runs_alone(draft_model) or trial.batch_fault(model)
+        (together,) = self._agree_on(entry, model, [not alone])
+        alone = "" if together else alone or "another rank cannot batch it"
+        log.info("%s: %s", entry.name, f"one sequence at a time: {alone}" if alone else "sequences run together")
+        return trimmable, alone
 
     @property
     def _n_ranks(self) -> int:
@@ -344,13 +357,6 @@ def device_bytes() -> int:
     if recommended is not None:
         return int(recommended)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 7 // 10
-
-
-def _always_trims(cache: Any) -> bool:
-    # Others that can be trimmed at first cannot any more once their window is full.
-    if isinstance(cache, CacheList):
-        return all(map(_always_trims, cache.caches))
-    return isinstance(cache, KVCache)
 
 
 @contextmanager

@@ -182,7 +182,8 @@ class Scheduler:
         # A copy at one go: the worker thread takes jobs out without the lock.
         running = list(slot.running)
         kv_bytes = slot.backend.kv_bytes(running) if running else 0
-        return ModelStats(name, n_waiting, len(running), self._models.weights_bytes(name), kv_bytes)
+        weights_bytes, backend = self._models.weights_bytes(name), slot.backend
+        return ModelStats(name, n_waiting, len(running), weights_bytes, kv_bytes, backend.capacity, backend.alone)
 
     # Called by the watch thread.
 

@@ -21,11 +21,13 @@ from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
 from mlx_serve.engine.kv_size import quantized
+from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.engine.loaded_backend import LoadedBackend
 from mlx_serve.engine.prefill import prefill
 from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
 from mlx_serve.engine.prefix_cache import as_ids
 from mlx_serve.engine.scoring import Scoring
+from mlx_serve.engine.trial import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,32 @@ class SingleOptions:
     kv_group_size: int = 64
     quantized_kv_start: int = 5000
 
+    def runs_alone(self, draft_model: Any) -> str:
+        """Why a job would have to run alone whatever the model can do; "": it would not."""
+        if draft_model is not None:
+            return "--draft-model"
+        return "--kv-bits" if self.kv_bits is not None else ""
+
 
 class SingleBackend(LoadedBackend):
-    """Runs a job from its prompt to its end before the next one is let in."""
+    """Runs a job from its prompt to its end before the next one is let in.
+
+    Raises LoadError when the model's caches can't do what a draft model or ``options`` ask of them.
+    """
 
     capacity = 1
 
     def __init__(self, loaded: Loaded, options: SingleOptions) -> None:
         super().__init__(loaded)
+        fault = refusal(
+            loaded.model,
+            loaded.draft_model,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            computes=False,
+        )
+        if fault:
+            raise LoadError(fault)
         self._options = options
         self._budget = PrefillBudget(options.prefill_step_size)
         self._embedder = Embedder(loaded)
@@ -193,10 +213,10 @@ class SingleBackend(LoadedBackend):
         if running.generation is None:
             running.generation = self._generate(running)
         job = running.choice.job
-        token, logprobs = next(running.generation)
+        token = next(running.generation)
         running.tokens.append(token)
         finish = self._finish(running, token)
-        event = running.choice.event(token, finish, logprobs)
+        event = running.choice.event(token, finish)
         if isinstance(event, Failed) or finish is not None:
             self.remove([job])
             if self._loaded.draft_model is None:
@@ -210,7 +230,7 @@ class SingleBackend(LoadedBackend):
         n_output = len(running.tokens) - len(job.prompt.tokens)
         return "length" if n_output >= job.sampling.max_tokens else None
 
-    def _generate(self, running: _Running) -> Iterator[tuple[int, mx.array]]:
+    def _generate(self, running: _Running) -> Iterator[int]:
         sampling = running.choice.job.sampling
         prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1])
         options: dict[str, Any] = {
@@ -224,12 +244,11 @@ class SingleBackend(LoadedBackend):
         }
         if self._loaded.draft_model is not None:
             options["num_draft_tokens"] = sampling.n_draft_tokens
-            for token, logprobs, _ in speculative_generate_step(
-                prompt, self._loaded.model, self._loaded.draft_model, **options
-            ):
-                yield int(token), logprobs
+            for token, *_ in speculative_generate_step(prompt, self._loaded.model, self._loaded.draft_model, **options):
+                yield int(token)
             return
-        yield from generate_step(prompt, self._loaded.model, **options)
+        for token, _ in generate_step(prompt, self._loaded.model, **options):
+            yield int(token)
 
 
 @dataclass(slots=True)
@@ -242,7 +261,7 @@ class _Running:
     n_cached: int
     n_done: int
     scoring: Scoring | None = None
-    generation: Iterator[tuple[int, mx.array]] | None = None
+    generation: Iterator[int] | None = None
     is_announced: bool = False
 
     @property

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from tinymodel import write_model
+from tinymodel import GEMMA, tiny_gemma, write_model
 
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor import command as doctor
@@ -73,6 +73,22 @@ def test_a_model_type_that_mlx_lm_does_not_have(run, tmp_path):
 
 def test_a_model_type_that_leads_to_another_module_of_mlx_lm():
     assert _architecture_fault({"model_type": "cache"}) == "the code for model type 'cache' cannot be imported"
+
+
+def test_flags_that_the_model_s_caches_do_not_allow(run, model, tmp_path):
+    windowed = write_model(tmp_path / "windowed", make=lambda *_, **__: tiny_gemma(), **GEMMA)
+    wanted = ("--kv-bits", 8, "--kv-group-size", 32)
+    status, findings = run("--model", windowed, "--port", 0, *wanted)
+    assert status == 1
+    assert [text for text in problems(findings) if "--kv-bits does not work" in text and "RotatingKVCache" in text]
+    status, findings = run("--model", windowed, "--port", 0, "--draft-model", model)
+    assert status == 1
+    assert [text for text in problems(findings) if "--draft-model does not work" in text]
+    wide = write_model(tmp_path / "wide", head_dim=32)
+    status, findings = run("--model", wide, "--port", 0, "--draft-model", model, *wanted)
+    assert [text for text in problems(findings) if "the draft model cannot be quantized" in text]
+    status, findings = run("--model", wide, "--port", 0, "--draft-model", wide, *wanted)
+    assert (status, problems(findings)) == (0, [])
 
 
 def test_a_tokenizer_that_does_not_load(run, tmp_path):

@@ -225,5 +225,6 @@ def test_admission_counts_one_cache_for_all_that_is_embedded(model):
     embedded = [job([[1]]), job([[1] * 300])]
     assert backend.kv_bytes(embedded) == 1000
     assert backend.kv_bytes([*embedded, generating([1], 5), generating([1], 5)]) == 3000
-    single = SingleBackend(replace(loaded(model), kv_size=replace(size, fixed=1000)), SingleOptions(kv_bits=4))
+    wide = loaded(tiny_llama(head_dim=64))
+    single = SingleBackend(replace(wide, kv_size=replace(size, fixed=1000)), SingleOptions(kv_bits=4))
     assert single.kv_bytes(embedded[:1]) == 1000

@@ -186,6 +186,26 @@ def test_logprobs_are_those_of_the_model(model, make):
 
 
 @pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.5}])
+def test_logprobs_are_computed_in_float32(make, sampling):
+    coarse = tiny_llama()
+    coarse.set_dtype(mx.bfloat16)
+    backend = make(coarse)
+    a = job([1, 2, 3], 4, top_logprobs=3, **sampling)
+    backend.insert(a)
+    (events,) = run(backend, [a])
+    cache = make_prompt_cache(coarse)
+    coarse(mx.array([[1, 2]]), cache=cache)
+    last = 3
+    for event in events:
+        logits = coarse(mx.array([[last]]), cache=cache)[0, -1].astype(mx.float32)
+        row = logits - mx.logsumexp(logits)
+        assert event.logprob == pytest.approx(float(row[event.token]), abs=1e-5)
+        assert [p for _, p in event.top_logprobs] == pytest.approx(sorted(row.tolist())[:-4:-1], abs=1e-5)
+        last = event.token
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
 @pytest.mark.parametrize(
     ("prompt", "sampling", "param"),
     [

@@ -7,7 +7,8 @@ import weakref
 from queue import SimpleQueue
 
 import pytest
-from tinymodel import CONFIG, EOS, tokens_of, write_model
+from test_trial import ARCHITECTURES, greedy
+from tinymodel import CONFIG, EOS, GEMMA, tiny, tiny_gemma, tokens_of, write_model
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
@@ -184,11 +185,53 @@ def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
         store.tokenizer(catalog.find("one"))
 
 
-def test_what_cannot_be_batched_runs_alone(root):
+def test_with_a_quantized_cache_sequences_run_one_by_one(root, caplog):
+    caplog.set_level("INFO")
+    write_model(root / "wide", head_dim=64)
     _, batched = store_of(root)
     _, quantized = store_of(root, single=SingleOptions(kv_bits=4))
-    assert isinstance(opened(batched, "one"), BatchBackend)
-    assert isinstance(opened(quantized, "one"), SingleBackend)
+    together, alone = opened(batched, "wide"), opened(quantized, "wide")
+    assert (type(together), together.alone) == (BatchBackend, "")
+    assert (type(alone), alone.alone) == (SingleBackend, "--kv-bits")
+    assert "wide: sequences run together" in caplog.text
+    assert "wide: one sequence at a time: --kv-bits" in caplog.text
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_mlx_lm_cannot_batch_runs_alone_and_right(root, name, caplog):
+    config, reason = ARCHITECTURES[name]
+    model = tiny(config)
+    write_model(root / name, make=lambda *_, **__: model, **config)
+    _, store = store_of(root)
+    backend = opened(store, name)
+    assert isinstance(backend, SingleBackend)
+    assert reason in backend.alone
+    scheduler = Scheduler(store, Limits())
+    scheduler.load(name)
+    jobs = [Job(name, Prompt(tuple(prompt)), Sampling(8), 0, SimpleQueue()) for prompt in ([5, 6], [*range(9, 40)])]
+    scheduler.submit(jobs)
+    while scheduler.step():
+        pass
+    assert [tokens_of(a_job) for a_job in jobs] == [greedy(model, a_job.prompt.tokens, 8) for a_job in jobs]
+    (stats,) = scheduler.stats().models
+    assert (stats.capacity, stats.alone) == (1, backend.alone)
+
+
+def test_a_quantized_cache_that_the_model_cannot_have_is_refused_with_the_reason(root):
+    write_model(root / "windowed", make=lambda *_, **__: tiny_gemma(), **GEMMA)
+    _, store = store_of(root, single=SingleOptions(kv_bits=8, kv_group_size=32))
+    with pytest.raises(ApiError) as caught:
+        opened(store, "windowed")
+    assert "--kv-bits does not work" in str(caught.value.__cause__)
+    assert "RotatingKVCache" in str(caught.value.__cause__)
+
+
+def test_a_draft_model_for_what_cannot_be_cut_back_is_refused_with_the_reason(root):
+    write_model(root / "one", make=lambda *_, **__: tiny_gemma(), **GEMMA)
+    with pytest.raises(ApiError) as caught:
+        opened(with_draft(root), "main")
+    assert "--draft-model does not work" in str(caught.value.__cause__)
+    assert "RotatingKVCache" in str(caught.value.__cause__)
 
 
 def with_draft(root, *, progress=lambda *_: None, **config):

@@ -58,23 +58,36 @@ def tiny_qwen2(seed: int = 0, **config):
     return model
 
 
+GEMMA = {
+    "model_type": "gemma3_text",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 8,
+}
+
+
+def tiny(config, seed: int = 0):
+    """A model of any architecture with random weights, by its configuration."""
+    mx.random.seed(seed)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    scaled = [(name, value * 2 if value.ndim > 1 else value) for name, value in tree_flatten(model.parameters())]
+    model.load_weights(scaled)
+    mx.eval(model.parameters())
+    return model
+
+
 def tiny_gemma():
     """A model with rotating caches, which merge but do not always trim."""
     mx.random.seed(1)
-    args = {
-        "model_type": "gemma3_text",
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": VOCAB_SIZE,
-        "sliding_window": 16,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 8,
-    }
-    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(args))
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(GEMMA))
     mx.eval(model.parameters())
     return model
 

@@ -52,6 +52,7 @@ MAY_IMPORT_MLX = {
     "commands/bench/offline.py",
     "probe.py",
     "engine/ranks.py",
+    "engine/trial.py",
     "engine/weights.py",
     "demo.py",
     "gguf.py",

@@ -14,6 +14,7 @@ class Kept(FakeBackend):
     cache_bytes = 7
     n_cached = 2
     n_evicted = 3
+    alone = "it is a test"
 
 
 class Weighed(FakeModels):
@@ -48,8 +49,12 @@ def test_each_model_has_its_figures():
     stats = scheduler.stats()
     # 2 and 1 bytes of prompt, and 8 for the output.
     by_name = {model.name: model for model in stats.models}
-    assert by_name["a"] == ModelStats("a", waiting=1, running=1, weights_bytes=100, kv_bytes=10)
-    assert by_name["b"] == ModelStats("b", waiting=0, running=1, weights_bytes=100, kv_bytes=9)
+    assert by_name["a"] == ModelStats(
+        "a", waiting=1, running=1, weights_bytes=100, kv_bytes=10, capacity=1, alone="it is a test"
+    )
+    assert by_name["b"] == ModelStats(
+        "b", waiting=0, running=1, weights_bytes=100, kv_bytes=9, capacity=1, alone="it is a test"
+    )
     assert (stats.waiting, stats.running, stats.kv_bytes, stats.weights_bytes) == (3, 2, 19, 200)
     assert (stats.prefix_cache_bytes, stats.prefix_cache_entries, stats.evictions) == (14, 4, 6)
     assert (stats.active_bytes, stats.peak_bytes, stats.cache_bytes) == (1, 2, 3)

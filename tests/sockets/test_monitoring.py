@@ -23,7 +23,10 @@ N_PROMPT = len("user: hi\n")
 STATS = EngineStats(
     waiting=3,
     running=5,
-    models=(ModelStats("big", waiting=1, running=4, weights_bytes=10), ModelStats("small", running=1)),
+    models=(
+        ModelStats("big", waiting=1, running=4, weights_bytes=10, capacity=32),
+        ModelStats("small", running=1, capacity=1, alone="--kv-bits"),
+    ),
     kv_bytes=11,
     prefix_cache_bytes=12,
     prefix_cache_entries=13,
@@ -247,7 +250,9 @@ def test_the_engine_s_figures_are_passed_on():
             "cache_bytes": 18,
         }
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
-        assert body["models"][0] == {"name": "big", "waiting": 1, "running": 4, "weights_bytes": 10, "kv_bytes": 0}
+        big = {"name": "big", "waiting": 1, "running": 4, "weights_bytes": 10, "kv_bytes": 0}
+        assert body["models"][0] == {**big, "capacity": 32, "alone": ""}
+        assert (body["models"][1]["capacity"], body["models"][1]["alone"]) == (1, "--kv-bits")
         lines = samples(server)
         assert lines['mlx_serve:num_requests_running{model_name="big"}'] == 4
         assert lines['mlx_serve:num_requests_running{model_name="small"}'] == 1

@@ -13,7 +13,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -50,11 +50,9 @@ class Probe:
         return limit if isinstance(limit, int) else _machine_bytes()
 
 
-def probe(model: Path | None, *, trust_remote_code: bool = False) -> Probe:
-    """Ask MLX and mlx-lm, in a child process."""
-    command = [sys.executable, "-m", "mlx_serve.probe"]
-    if model is not None:
-        command += [str(model), *(["--trust-remote-code"] if trust_remote_code else [])]
+def probe(model: Path | None, flags: Sequence[str] = ()) -> Probe:
+    """Ask MLX and mlx-lm, in a child process; ``flags`` are those of the server that concern the model."""
+    command = [sys.executable, "-m", "mlx_serve.probe", *([str(model), *flags] if model is not None else [])]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     try:
         done = subprocess.run(  # noqa: S603  this Python, and a path as an argument

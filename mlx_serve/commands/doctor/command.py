@@ -67,7 +67,7 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.versions()
     models, about_models = _locate(settings)
     first = models[0] if models else None
-    probe = checks.probe(first, trust_remote_code=settings.trust_remote_code)
+    probe = checks.probe(first, [*_flags(settings), *_draft_flags(settings)])
     yield from checks.device(probe)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
@@ -75,9 +75,23 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.cache_dir(settings)
     yield from about_models
     for model in models:
-        about = probe if model is first else checks.probe(model, trust_remote_code=settings.trust_remote_code)
+        about = probe if model is first else checks.probe(model, _flags(settings))
         yield from examine_model(model, about, settings)
     yield from _places(settings)
+
+
+def _flags(settings: Config) -> list[str]:
+    """What the server would do with every model."""
+    flags = ["--trust-remote-code"] if settings.trust_remote_code else []
+    if settings.kv_bits is not None:
+        flags += ["--kv-bits", str(settings.kv_bits), "--kv-group-size", str(settings.kv_group_size)]
+    return flags
+
+
+def _draft_flags(settings: Config) -> list[str]:
+    """What it would do with the first one beside."""
+    place = _place(settings.draft_model) if settings.draft_model is not None else None
+    return ["--draft-model", str(place)] if isinstance(place, Path) else []
 
 
 def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
@@ -154,6 +168,8 @@ def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Findin
     if unreadable := probe.facts.get("tokenizer"):
         advice = "download the tokenizer's files again; if it brings code of its own: --trust-remote-code"
         yield Finding("problem", "model", f"its tokenizer does not load: {unreadable}", advice)
+    if refused := probe.facts.get("caches"):
+        yield Finding("problem", "model", refused, "leave the flag out, or use another model")
     yield from fit(files.weight_bytes, probe, settings.memory_bytes)
 
 

@@ -1,0 +1,165 @@
+"""What a model can do, tried on a few tokens when it is loaded, because no list of architectures would be complete.
+
+Whether its sequences can be run together, whether its KV cache can be quantized (--kv-bits), whether it can be cut back
+(--draft-model). Each function gives the reason why not, in a line, or "". Worker thread, or the doctor's process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, generation_stream, maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from mlx_serve.engine.cache_kinds import always_trims, is_fixed, is_quantized, kind_names, leaves
+from mlx_serve.engine.distributed import ALIKE
+from mlx_serve.engine.errors import one_line
+from mlx_serve.engine.prefill import prefill
+
+# What a model raises that can't do what is tried, or MLX when it computes that.
+_FAULTS = (*ALIKE, MemoryError, RuntimeError)
+# A long prompt, and a short one that joins it: it is padded, and shorter than what some layers look back at.
+_LONG = tuple(range(3, 51))
+_SHORT = (7, 11)
+_N_TOKENS = 3
+# How far log-probabilities of the same tokens may lie apart, as a part of their own spread. Rounding to 16 bits makes
+# 0.01 of it, and more where a token is near a tie between two experts. The long prompt shows how much it is in this
+# model: it has no padding. The short one, if it saw its padding or stood at another position, would be off by more.
+_TOLERANCE = 0.1
+_LEAST_TOLERANCE = 0.02
+_TIMES_THE_LONG_ONE_S = 4
+
+
+def refusal(model: Any, draft_model: Any, *, kv_bits: int | None, kv_group_size: int, computes: bool) -> str:
+    """Why a model can't be served with a draft model or a quantized KV cache, whichever of them is wanted.
+
+    Without ``computes`` the steps are described and not run: no weight is read.
+    """
+    models = [("the model", model)] + ([("the draft model", draft_model)] if draft_model is not None else [])
+    for which, one in models if draft_model is not None else []:
+        if fault := rewind_fault(one, computes=computes):
+            return f"--draft-model does not work: {which} cannot take tokens back: {fault}"
+    for which, one in models if kv_bits is not None else []:
+        if fault := quantization_fault(one, kv_bits or 0, kv_group_size, computes=computes):
+            return f"--kv-bits does not work: the KV cache of {which} cannot be quantized: {fault}"
+    return ""
+
+
+def batch_fault(model: Any) -> str:
+    """Why sequences of a model can't be run together. Raises what the model does when it can't be run alone either."""
+    if faulty := [layer for layer in make_prompt_cache(model) if not hasattr(layer, "merge")]:
+        return f"mlx-lm cannot batch its {kind_names(faulty)}"
+    caches = [_prefilled(model, prompt) for prompt in (_LONG, _SHORT)]
+    alone = copy.deepcopy(caches)
+    try:
+        together = _together(model, caches)
+    except _FAULTS as error:
+        return f"mlx-lm fails to batch it: {one_line(error)}"
+    long, short = (
+        median(_apart(model, prompt, cache, rows))
+        for prompt, cache, rows in zip((_LONG, _SHORT), alone, together, strict=True)
+    )
+    if long <= _TOLERANCE and short <= max(_LEAST_TOLERANCE, _TIMES_THE_LONG_ONE_S * long):
+        return ""
+    return f"in a batch its log-probabilities are off by {max(long, short):.0%}"
+
+
+def quantization_fault(model: Any, bits: int, group_size: int, *, computes: bool) -> str:
+    """Why a model's KV cache can't be quantized. ``computes`` as in ``refusal``."""
+    cache = make_prompt_cache(model)
+    try:
+        model(_row(_LONG), cache=cache)
+        maybe_quantize_kv_cache(cache, 0, group_size, bits)
+        logits = model(_row(_SHORT), cache=cache)
+        if computes:
+            mx.eval(logits)
+    except _FAULTS as error:
+        return f"mlx-lm fails with one: {one_line(error)}"
+    plain = [layer for layer in leaves(cache) if not is_quantized(layer) and not is_fixed(layer)]
+    if plain:
+        return f"mlx-lm does not quantize its {kind_names(plain)}"
+    return "" if any(map(is_quantized, leaves(cache))) else "it has none"
+
+
+def rewind_fault(model: Any, *, computes: bool) -> str:
+    """Why a model can't take tokens back, as it has to when a draft was wrong. ``computes`` as in ``refusal``."""
+    cache = make_prompt_cache(model)
+    if not always_trims(cache):
+        return f"mlx-lm cannot cut its {kind_names(leaves(cache))} back"
+    if len(cache) != len(model.layers):
+        # mlx-lm tells the two models' caches apart by the number of layers.
+        return f"it has {len(cache)} caches for {len(model.layers)} layers"
+    if not computes:
+        return ""
+    straight = _prefilled(model, _LONG)
+    prefill(model, cache, _LONG[:-3])
+    prefill(model, cache, _SHORT)
+    trim_prompt_cache(cache, len(_SHORT))
+    prefill(model, cache, _LONG[-3:-1])
+    rows = [_logprobs(model, one, _LONG[-1]) for one in (straight, cache)]
+    apart = _distance(*rows)
+    return "" if apart <= _TOLERANCE else f"cut back, its log-probabilities are off by {apart:.0%}"
+
+
+def _together(model: Any, caches: Sequence[list[Any]]) -> list[list[tuple[int, mx.array]]]:
+    """Tokens and log-probabilities of both prompts, greedy, the short one joining after a token of the long one."""
+    generator = BatchGenerator(model, completion_batch_size=2, prefill_batch_size=2)
+    out: list[list[tuple[int, mx.array]]] = []
+
+    def join(n_tokens: int, prompt: Sequence[int], cache: list[Any]) -> None:
+        generator.insert([[prompt[-1]]], max_tokens=[n_tokens], caches=[cache], all_tokens=[list(prompt[:-1])])
+        out.append([])
+
+    try:
+        join(_N_TOKENS + 1, _LONG, caches[0])
+        while not out[0]:
+            _take(generator, out)
+        join(_N_TOKENS, _SHORT, caches[1])
+        while len(out[0]) <= _N_TOKENS or len(out[1]) < _N_TOKENS:
+            _take(generator, out)
+    finally:
+        generator.close()
+    return out
+
+
+def _take(generator: BatchGenerator, out: Sequence[list[tuple[int, mx.array]]]) -> None:
+    """A step. mlx-lm numbers sequences from 0."""
+    for response in generator.next()[1]:
+        out[response.uid].append((response.token, response.logprobs))
+
+
+def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[tuple[int, mx.array]]) -> list[float]:
+    """How far each row lies from what the model says alone, of the same tokens."""
+    found, last = [], prompt[-1]
+    for token, row in rows:
+        found.append(_distance(_logprobs(model, cache, last), row.astype(mx.float32)))
+        last = token
+    return found
+
+
+def _prefilled(model: Any, prompt: Sequence[int]) -> list[Any]:
+    """A cache of all but the last token."""
+    cache: list[Any] = make_prompt_cache(model)
+    prefill(model, cache, prompt[:-1])
+    return cache
+
+
+def _logprobs(model: Any, cache: list[Any], token: int) -> mx.array:
+    with mx.stream(generation_stream):
+        logits = model(_row([token]), cache=cache)[0, -1].astype(mx.float32)
+        row: mx.array = logits - mx.logsumexp(logits)
+        return row
+
+
+def _distance(own: mx.array, other: mx.array) -> float:
+    with mx.stream(generation_stream):
+        spread = mx.linalg.norm(own - own.mean())
+        return float(mx.linalg.norm(own - other) / mx.maximum(spread, 1e-9))
+
+
+def _row(tokens: Sequence[int]) -> mx.array:
+    return mx.array(list(tokens))[None]

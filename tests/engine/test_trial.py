@@ -1,0 +1,277 @@
+"""What a model can do is tried: models that mlx-lm batches wrongly, caches that can't be quantized, or cut back."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from tinymodel import EOS, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+
+from mlx_serve.engine import trial
+from mlx_serve.engine.kv_size import measure
+from mlx_serve.engine.load_errors import LoadError
+from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+
+# What mlx-lm 0.32 can't batch, and what the trial says of it.
+ARCHITECTURES = {
+    "afm7": (
+        {
+            "model_type": "afm7",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_dim": 32,
+            "num_layers": 4,
+            "num_kv_reuse_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "log-probabilities are off by",
+    ),
+    "gpt_bigcode": (
+        {
+            "model_type": "gpt_bigcode",
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_inner": 64,
+            "n_head": 4,
+            "n_positions": 512,
+            "layer_norm_epsilon": 1e-5,
+            "vocab_size": VOCAB_SIZE,
+        },
+        "fails to batch it",
+    ),
+    "longcat_flash_ngram": (
+        {
+            "model_type": "longcat_flash_ngram",
+            "hidden_size": 48,
+            "ffn_hidden_size": 64,
+            "moe_topk": 2,
+            "expert_ffn_hidden_size": 16,
+            "n_routed_experts": 4,
+            "zero_expert_num": 2,
+            "num_layers": 2,
+            "vocab_size": VOCAB_SIZE,
+            "max_position_embeddings": 512,
+            "num_attention_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "routed_scaling_factor": 1.0,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "ngram_vocab_size_ratio": 2,
+        },
+        "fails to batch it",
+    ),
+}
+# Multi-latent attention.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "first_k_dense_replace": 2,
+}
+# A recurrent state in one layer, a KV cache in the other.
+HYBRID = {
+    "model_type": "lfm2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 128,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "block_ff_dim": 64,
+    "layer_types": ["conv", "full_attention"],
+}
+
+
+def greedy(model, prompt, n):
+    """mlx-lm's own tokens, up to the end token."""
+    cache, out = make_prompt_cache(model), []
+    for token, _ in generate_step(mx.array(prompt), model, max_tokens=n, prompt_cache=cache):
+        out.append(int(token))
+        if token == EOS:
+            break
+    return out
+
+
+def bfloat16(make):
+    model = make()
+    model.set_dtype(mx.bfloat16)
+    return model
+
+
+class Batched:
+    """A model that is off when it runs several sequences."""
+
+    def __init__(self, model, change):
+        self._model, self._change = model, change
+
+    def __call__(self, inputs, cache=None):
+        logits = self._model(inputs, cache=cache)
+        return self._change(logits) if inputs.shape[0] > 1 else logits
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma, tiny_lfm2, lambda: tiny(LATENT)])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_what_runs_together_as_alone_may_be_batched(make, dtype):
+    model = make()
+    model.set_dtype(dtype)
+    assert trial.batch_fault(model) == ""
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_mlx_lm_cannot_batch_is_found_out(name, seed):
+    config, reason = ARCHITECTURES[name]
+    assert reason in trial.batch_fault(tiny(config, seed))
+
+
+def test_a_cache_without_a_form_for_batches_is_named():
+    model = tiny_llama()
+
+    class Own(KVCache):
+        merge = property(lambda self: (_ for _ in ()).throw(AttributeError("merge")))
+
+    model.make_cache = lambda: [Own() for _ in model.layers]
+    assert trial.batch_fault(model) == "mlx-lm cannot batch its Own"
+
+
+def padded_row(logits):
+    """Another position's, in the short prompt's row."""
+    return mx.concatenate([logits[:1], logits[1:, :, ::-1]])
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        (lambda logits: logits * 1.001, True),
+        (padded_row, False),
+        (lambda logits: logits[::-1], False),
+        (lambda logits: logits * float("nan"), False),
+    ],
+)
+def test_a_row_that_says_something_else_in_a_batch_is_noticed_and_rounding_is_not(change, may):
+    fault = trial.batch_fault(Batched(tiny_llama(), change))
+    assert (fault == "") is may
+    assert may or "off by" in fault
+
+
+def test_a_model_that_fails_alone_too_is_no_matter_of_batches():
+    model = tiny_llama()
+    model.model.layers[0].mlp = None
+    with pytest.raises(TypeError):
+        trial.batch_fault(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: tiny_llama(head_dim=32), ""),
+        (lambda: bfloat16(lambda: tiny_llama(head_dim=32)), ""),
+        (tiny_llama, "divisible"),
+        (tiny_gemma, "RotatingKVCache"),
+        (lambda: tiny(HYBRID), ""),
+        (lambda: tiny(LATENT), "fails with one: 'list' object"),
+        (lambda: tiny(ARCHITECTURES["longcat_flash_ngram"][0]), "does not quantize its KVCache"),
+    ],
+)
+@pytest.mark.parametrize("computes", [True, False])
+def test_whether_a_cache_can_be_quantized_is_tried(make, reason, computes):
+    fault = trial.quantization_fault(make(), 8, 32, computes=computes)
+    assert reason in fault
+    assert bool(fault) == bool(reason)
+    assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tiny_llama, ""),
+        (lambda: bfloat16(tiny_llama), ""),
+        (tiny_gemma, "cannot cut its KVCache, RotatingKVCache back"),
+        (tiny_lfm2, "ArraysCache"),
+        (lambda: tiny(ARCHITECTURES["afm7"][0]), "2 caches for 4 layers"),
+    ],
+)
+@pytest.mark.parametrize("computes", [True, False])
+def test_whether_tokens_can_be_taken_back_is_tried(make, reason, computes):
+    fault = trial.rewind_fault(make(), computes=computes)
+    assert reason in fault
+    assert bool(fault) == bool(reason)
+
+
+class Forgetful(KVCache):
+    """Says that it was cut back, and was not."""
+
+    def trim(self, n):
+        return n
+
+
+def test_a_cache_that_only_says_that_it_was_cut_back_is_noticed():
+    model = tiny_llama()
+    model.make_cache = lambda: [Forgetful() for _ in model.layers]
+    assert "off by" in trial.rewind_fault(model, computes=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "options"),
+    [
+        (tiny_gemma, tiny_llama, SingleOptions()),
+        (tiny_llama, tiny_gemma, SingleOptions()),
+        (tiny_gemma, lambda: None, SingleOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5000)),
+    ],
+)
+def test_no_backend_is_made_of_what_would_go_wrong(target, draft, options):
+    with pytest.raises(LoadError, match="does not work"):
+        SingleBackend(loaded(target(), draft_model=draft()), options)
+
+
+class Named:
+    """A cache whose arrays have names of their own."""
+
+    def __init__(self):
+        self.latent, self.offset, self.fixed = None, 0, mx.zeros((1, 100))
+
+    @property
+    def state(self):
+        return self.latent
+
+    @property
+    def nbytes(self):
+        return self.latent.nbytes + self.fixed.nbytes
+
+
+def test_what_grows_is_counted_whatever_its_arrays_are_called():
+    class Model:
+        layers = (None,)
+
+        def make_cache(self):
+            return [Named()]
+
+        def __call__(self, inputs, cache):
+            cache[0].latent = mx.zeros((1, inputs.shape[1], 10))
+
+    size = measure([Model()])
+    assert (size.bytes(256), size.bytes(1024)) == (400 + 256 * 40, 400 + 1024 * 40)
