@@ -175,6 +175,9 @@ class Sampling:
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
+    # Further tokens that end the output, and the only ones that may be in it; None: any.
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     # What the output has to match.
     grammar: Grammar | None = None
     gate: Gate = Gate()
@@ -182,10 +185,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and whether they end inside the model's reasoning (a template may open it itself)."""
+    """Token ids, and whether they end inside the model's reasoning (a template may open it itself).
+
+    ``continues``: the answer goes on from text that they end with.
+    """
 
     tokens: tuple[int, ...]
     in_reasoning: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
-from mlx_serve.api.cost import check_values
+from mlx_serve.api.cost import check_values, length_check
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.routes import route_path
@@ -20,14 +20,15 @@ from mlx_serve.api.serving import (
     chat_gate,
     compiled_grammar,
     constrain,
-    context_check,
+    context_tokens,
     defaults_of,
     find_model,
     json_response,
+    last_tokens,
     make_jobs,
     request_prompt,
 )
-from mlx_serve.core import ApiError, Check, Finish, Gate, Prompt, RawRequest, Response, Usage
+from mlx_serve.core import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.prompt import text_prompt
@@ -94,7 +95,11 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     grammar = compiled_grammar(services, entry, body.rule(), body.must_call, request.alive)
     prompt = request_prompt(services, request, entry, tokenizer, body)
     options = OutputOptions(
-        tuple(body.stop), tuple(body.offered_tools), forced_call=bool(body.must_call), max_calls=body.max_calls
+        tuple(body.stop),
+        tuple(body.offered_tools),
+        forced_call=bool(body.must_call),
+        max_calls=body.max_calls,
+        keeps_stop=body.include_stop_str_in_output,
     )
     limit = body.wanted_tokens or defaults_of(services, entry).max_tokens
     jobs = make_jobs(services, entry, body, [prompt], limit, param="messages")
@@ -106,13 +111,20 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
     )
 
 
+def chat_input_tokens(services: Services, request: RawRequest) -> Response:
+    """POST /v1/chat/completions/input_tokens: what a chat request's prompt comes to, as llama-server has it."""
+    body = schema.parse(schema.ChatRequest, request.body)
+    entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
+    prompt = request_prompt(services, request, entry, tokenizer, body)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
 def completions(services: Services, request: RawRequest) -> Response:
     """POST /v1/completions"""
     body = schema.parse(schema.CompletionRequest, request.body)
     entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
     grammar = compiled_grammar(services, entry, body.rule(), (), request.alive)
-    check = context_check(services, request, entry, "prompt")
-    prompts = [_completion_prompt(check, entry, tokenizer, prompt) for prompt in body.prompt]
+    prompts = [_completion_prompt(services, request, entry, tokenizer, body, prompt) for prompt in body.prompt]
     is_scored = body.wanted_logprobs is not None
     scores_prompt = is_scored and body.echo
     if body.max_tokens == 0 and not scores_prompt:
@@ -122,7 +134,7 @@ def completions(services: Services, request: RawRequest) -> Response:
     if grammar is not None:
         constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
-    options = OutputOptions(tuple(body.stop), is_chat=False)
+    options = OutputOptions(tuple(body.stop), is_chat=False, keeps_stop=body.include_stop_str_in_output)
     if scores_prompt:
         # The prompts come with their log-probabilities, from the engine.
         for job in jobs:
@@ -163,6 +175,7 @@ def root(services: Services, request: RawRequest) -> Response:
 
 ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/chat/completions"): chat_completions,
+    ("POST", "/chat/completions/input_tokens"): chat_input_tokens,
     ("POST", "/completions"): completions,
     ("POST", "/embeddings"): embeddings.embeddings,
     ("POST", "/responses"): responses.create,
@@ -209,9 +222,21 @@ class _Writer:
         return sse.event(render.dumps(errors.as_object(error)))
 
 
-def _completion_prompt(check: Check, entry: ModelEntry, tokenizer: Tokenizer, prompt: str | list[int]) -> Prompt:
-    if isinstance(prompt, str):
-        return text_prompt(tokenizer, prompt, check)
-    # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
-    check_ids(prompt, entry.vocab_size or tokenizer.n_tokens, "prompt")
-    return Prompt(tuple(prompt))
+def _completion_prompt(
+    services: Services,
+    request: RawRequest,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    body: schema.CompletionRequest,
+    given: str | list[int],
+) -> Prompt:
+    if isinstance(given, str):
+        # What is over the context is refused, unless it is to be cut.
+        is_cut = body.truncate_prompt_tokens is not None
+        check = length_check(request, None if is_cut else context_tokens(services, entry), "prompt")
+        prompt = text_prompt(tokenizer, given, check, special=body.add_special_tokens)
+    else:
+        # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
+        check_ids(given, entry.vocab_size or tokenizer.n_tokens, "prompt")
+        prompt = Prompt(tuple(given))
+    return last_tokens(services, entry, prompt, body.truncate_prompt_tokens)

@@ -10,12 +10,14 @@ import math
 import re
 from typing import Annotated, Any, NoReturn
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS
 
 MAX_STOPS = 64
+# As many as the largest vocabularies have.
+MAX_ALLOWED_IDS = 2**18
 MAX_STOP_CHARS = 1024
 MAX_TEXT_LOGPROBS = 5
 MAX_TOP_LOGPROBS = 20
@@ -174,6 +176,8 @@ def _text_logprobs(value: Any) -> Any:
 
 
 Str = Annotated[str, AfterValidator(_text)]
+# The engine checks that the model has it.
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # Any JSON object, with no half of a surrogate pair anywhere in it.
 Object = Annotated[dict[str, Any], AfterValidator(_object)]
 Pairs = Annotated[dict[str, Str], BeforeValidator(_few_pairs)]
@@ -181,6 +185,8 @@ Float = Annotated[float, AfterValidator(_finite)]
 RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
 # mlx-lm slices with it, and MLX's slices take 32 bits: a larger one would fail everybody's step.
 ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
+StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOPS), FailFast()]
+AllowedIds = Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_IDS), FailFast()]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
 # OpenAI's and vLLM's range. MLX's random keys are made of 64 bits: a larger seed would be another one's.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mlx_serve.core import (
     Beat,
@@ -60,8 +60,8 @@ class OutputOptions:
     echoes: tuple[str, ...] = ()
     # Further calls are dropped, and end the answer. None: as many as the model makes.
     max_calls: int | None = None
-    # The answer goes on from text that the prompt ends with.
-    continues: bool = False
+    # The stop string that ended the text is a part of it.
+    keeps_stop: bool = False
 
 
 class Generation:
@@ -208,7 +208,7 @@ class _Choice:
             self.splitter = RegionSplitter(Layout(), self.symbols)
             context = self.job.prompt.tokens
             self.detokenizer = Detokenizer(self.tokenizer, self.tokenizer.hidden_ids, context)
-        self.cutter = StopCutter(self.options.stops)
+        self.cutter = StopCutter(self.options.stops, keeps_stop=self.options.keeps_stop)
         self.logprobs = _Logprobs(self.tokenizer)
 
     def _read_as_chat(self) -> None:
@@ -217,7 +217,7 @@ class _Choice:
         self.controls, self.symbols = found.controls, found.symbols(() if forced else tools)
         in_reasoning = self.job.prompt.in_reasoning
         self.splitter = found.splitter(self.symbols, tools, in_reasoning=in_reasoning, forced_call=forced)
-        context = self.job.prompt.tokens if self.options.continues else ()
+        context = self.job.prompt.tokens if self.job.prompt.continues else ()
         self.detokenizer = Detokenizer(self.tokenizer, (), context)
 
     def take(self, event: Event) -> Iterator[Delta]:
@@ -240,15 +240,21 @@ class _Choice:
 
     def _take_token(self, event: TokenEvent) -> Iterator[Delta]:
         self.n_tokens += 1
-        if event.finish != "stop":
+        finish = "stop" if self._is_stop(event.token) else event.finish
+        if finish != "stop":
             yield from self._pieces(self._feed(event))
-        if event.finish is not None and not self._is_over():
-            yield from self._pieces(self.splitter.flush(cut=event.finish == "length"))
+        if finish is not None and not self._is_over():
+            yield from self._pieces(self.splitter.flush(cut=finish == "length"))
             if not self._is_over():
                 yield from self._text(self.cutter.flush())
-        if event.finish is not None or self._is_over():
-            self.finish = self._end(event)
+        if finish is not None or self._is_over():
+            self.finish = self._end(finish)
             yield self.finish
+
+    def _is_stop(self, token: int) -> bool:
+        """Whether it is one of the request's own end tokens, which count behind its ``min_tokens``."""
+        sampling = self.job.sampling
+        return token in sampling.stop_token_ids and self.n_tokens > sampling.min_tokens
 
     def _is_over(self) -> bool:
         return self.cutter.stopped or self.has_enough
@@ -295,8 +301,8 @@ class _Choice:
         if text:
             yield Text(self.job.index, "content", text, logprobs)
 
-    def _end(self, event: TokenEvent) -> Finish:
-        reason: FinishReason = "stop" if self._is_over() else event.finish or "stop"
+    def _end(self, finish: Literal["stop", "length"] | None) -> Finish:
+        reason: FinishReason = "stop" if self._is_over() else finish or "stop"
         if self.n_calls and reason == "stop":
             reason = "tool_calls"
         usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)

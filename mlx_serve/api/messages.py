@@ -45,7 +45,6 @@ def messages(services: Services, request: RawRequest) -> Response:
         tuple(body.offered_tools),
         forced_call=bool(body.must_call),
         max_calls=body.max_calls,
-        continues=body.is_prefilled,
     )
     jobs = make_jobs(services, entry, body, [prompt], body.max_tokens, param="messages")
     if grammar is not None:
@@ -67,9 +66,9 @@ def _prompt(
     turns = body.chat_messages
     check = context_check(services, request, entry, "messages")
     check(n_content_chars(turns) // tokenizer.max_token_chars)
-    prefill = turns.pop()["content"] if body.is_prefilled else ""
+    begun = {"content": turns.pop()["content"]} if body.is_prefilled else None
     options = template_options(services, entry, body.template_options)
-    return chat_prompt(tokenizer, turns, tools=body.offered_tools, options=options, prefill=prefill, check=check)
+    return chat_prompt(tokenizer, turns, tools=body.offered_tools, options=options, begun=begun, check=check)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from pydantic import (
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.cost import parsing
 from mlx_serve.api.fields import (
+    AllowedIds,
     ContextSize,
     Float,
     LogitBias,
@@ -35,6 +37,7 @@ from mlx_serve.api.fields import (
     Prompts,
     RepetitionPenalty,
     Seed,
+    StopIds,
     Stops,
     Str,
     TemplateOptions,
@@ -110,6 +113,11 @@ class Message(Model):
             refuse("A message must have 'content'.")
         return self
 
+    @property
+    def makes_calls(self) -> bool:
+        """Whether it calls tools."""
+        return bool(self.tool_calls) or self.function_call is not None
+
     def as_dict(self) -> dict[str, Any]:
         """For the chat template."""
         out = self.model_dump(exclude_none=True)
@@ -126,6 +134,23 @@ _NEW_NAMES = {"developer": "system", "function": "tool"}
 
 class _StreamOptions(Model):
     include_usage: bool = False
+
+
+# vLLM's fields that change the answer or its form and are not served, with the values that ask for nothing.
+_NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
+    "add_special_tokens": (False,),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "logits_processors": ([],),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
 
 
 class Request(Structured):
@@ -151,16 +176,35 @@ class Request(Structured):
     frequency_context_size: ContextSize | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: Seed | None = None
-    # vLLM's, for benchmarks.
+    # vLLM's; of the priorities the smaller is earlier.
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
-    # vLLM's too: smaller is earlier.
+    stop_token_ids: StopIds = Field(default_factory=list)
+    allowed_token_ids: AllowedIds = None
+    include_stop_str_in_output: bool = False
     priority: int = 0
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     adapters: Str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_not_served(cls, value: Any) -> Any:
+        given = value if isinstance(value, dict) else {}
+        for name in sorted(_NOT_SERVED.keys() & given.keys() - cls.model_fields.keys()):
+            if given[name] is not None and given[name] not in _NOT_SERVED[name]:
+                raise ApiError(400, f"This server does not serve '{name}'.", param=name)
+        return value
+
+    @model_validator(mode="after")
+    def _check_allowed_ids(self) -> Request:
+        # Together they could leave no token at all.
+        if self.allowed_token_ids is not None and (self.min_tokens or self.ignore_eos):
+            text = "'allowed_token_ids' cannot be combined with 'min_tokens' or 'ignore_eos'."
+            raise ApiError(400, text, param="allowed_token_ids")
+        return self
 
     def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
         """How tokens are chosen; what the request leaves out comes from ``defaults``."""
@@ -184,6 +228,8 @@ class Request(Structured):
             top_logprobs=top_logprobs,
             min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
+            stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
         )
 
 
@@ -227,9 +273,13 @@ class ChatRequest(Request):
     function_call: Any = None
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
     role_mapping: Pairs | None = None
+    # vLLM's: how the prompt ends.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @model_validator(mode="after")
     def _served(self) -> ChatRequest:
+        self._check_ending()
         _check_top_logprobs(self.top_logprobs, self.logprobs)
         if self.modalities != ["text"]:
             raise ApiError(400, "This server serves 'modalities' ['text'] only.", param="modalities")
@@ -240,6 +290,25 @@ class ChatRequest(Request):
         _check_tool_messages(self.messages)
         tool_fields.check_choice(self.tool_choice, self.tools)
         return self
+
+    def _check_ending(self) -> None:
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt:
+            text = "'continue_final_message' and 'add_generation_prompt' exclude each other."
+            raise ApiError(400, text, param="continue_final_message")
+        last = self.messages[-1]
+        if last.role != "assistant" or last.makes_calls:
+            text = "'continue_final_message' needs an assistant's message without calls as the last one."
+            raise ApiError(400, text, param="continue_final_message")
+
+    @property
+    def ends_in_answer(self) -> bool:
+        """Whether the last message is the beginning of an answer, unless the request says that it is not one."""
+        if self.continue_final_message is not None or self.add_generation_prompt is not None:
+            return bool(self.continue_final_message)
+        last = self.messages[-1]
+        return len(self.messages) > 1 and last.role == "assistant" and not last.makes_calls
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
@@ -307,6 +376,9 @@ class CompletionRequest(Request):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: str | None = None
+    # vLLM's: the last so many tokens of each prompt, or (-1) as many as fit; and whether a text gets a start token.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _served(self) -> CompletionRequest:
@@ -314,6 +386,9 @@ class CompletionRequest(Request):
             raise ApiError(400, "This server does not fill in the middle: 'suffix' is not served.", param="suffix")
         _check_top_logprobs(self.top_logprobs, self.logprobs is not None and self.logprobs is not False)
         self._check_best_of()
+        if self.echo and self.truncate_prompt_tokens is not None:
+            text = "'echo' and 'truncate_prompt_tokens' exclude each other."
+            raise ApiError(400, text, param="truncate_prompt_tokens")
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "'max_tokens' 0 needs 'echo': true.", param="max_tokens")
         if self.n_samples * len(self.prompt) > MAX_N:

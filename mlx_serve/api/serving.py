@@ -35,7 +35,7 @@ from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Function, Rule
-from mlx_serve.text.prompt import chat_prompt
+from mlx_serve.text.prompt import can_continue, chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -240,12 +240,16 @@ def request_prompt(
     messages = [message.as_dict() for message in body.messages]
     check = context_check(services, request, entry, "messages")
     check(n_content_chars(messages) // tokenizer.max_token_chars)
+    continues = body.continue_final_message or (body.ends_in_answer and can_continue(tokenizer))
+    begun = messages.pop() if continues else None
     return chat_prompt(
         tokenizer,
         messages,
         tools=body.offered_tools,
         options=template_options(services, entry, body.template_options),
         role_mapping=body.role_mapping,
+        begun=begun,
+        is_open=body.add_generation_prompt is not False or continues,
         check=check,
     )
 
@@ -289,8 +293,11 @@ def chat_gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> G
 
 
 def constrain(jobs: Sequence[Job], grammar: Grammar, gate: Gate) -> None:
-    """Hold the jobs to a grammar."""
+    """Hold the jobs to a grammar. Raises ApiError 400 when it might leave none of the tokens that are allowed."""
     for job in jobs:
+        if job.sampling.allowed_token_ids is not None:
+            text = "'allowed_token_ids' cannot be combined with a format of the text, or a call that has to be made."
+            raise ApiError(400, text, param="allowed_token_ids")
         job.sampling = replace(job.sampling, grammar=grammar, gate=gate)
 
 
@@ -319,6 +326,13 @@ def context_tokens(services: Services, entry: ModelEntry) -> int | None:
 def context_check(services: Services, request: RawRequest, entry: ModelEntry, param: str) -> Check:
     """Ends the tokenizing of a text that is over the model's context, or whose client has left."""
     return length_check(request, context_tokens(services, entry), param)
+
+
+def last_tokens(services: Services, entry: ModelEntry, prompt: Prompt, n_tokens: int | None) -> Prompt:
+    """The prompt's last ``n_tokens``; None: all of them, -1: as many as leave room for a token."""
+    most = context_tokens(services, entry)
+    kept = n_tokens if n_tokens != -1 else most - 1 if most is not None else None
+    return prompt if kept is None else replace(prompt, tokens=prompt.tokens[max(0, len(prompt.tokens) - kept) :])
 
 
 def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> int:

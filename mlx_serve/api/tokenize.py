@@ -1,7 +1,7 @@
 """POST /tokenize, /detokenize and /apply-template: what the model is given, without asking it.
 
-Fields and answers are llama-server's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server). As everywhere,
-``model`` may name a model.
+Fields and answers are llama-server's (https://github.com/ggml-org/llama.cpp/tree/master/tools/server), and vLLM's where
+``prompt`` or ``messages`` stand for ``content``. As everywhere, ``model`` may name a model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import FailFast, Field
 from mlx_serve.api.cost import length_check
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
-from mlx_serve.api.schema import ChatRequest, parse
+from mlx_serve.api.schema import ChatRequest, parse, read_object, validated
 from mlx_serve.api.serving import (
     Services,
     context_tokens,
@@ -21,9 +21,11 @@ from mlx_serve.api.serving import (
     json_response,
     request_prompt,
 )
-from mlx_serve.core import RawRequest, Response
+from mlx_serve.core import Check, Prompt, RawRequest, Response
+from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.guard import Guard
+from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 
 # For models that do not say how long their context is: longer lists would hold up the decoding of everybody's answers.
@@ -40,6 +42,21 @@ class TokenizeRequest(Model):
     with_pieces: bool = False
 
 
+class PromptRequest(Model):
+    """POST /tokenize of a text, as vLLM has it."""
+
+    model: Str | None = None
+    prompt: Str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class MessagesRequest(ChatRequest):
+    """POST /tokenize of a conversation, as vLLM has it."""
+
+    return_token_strs: bool = False
+
+
 class DetokenizeRequest(Model):
     """POST /detokenize."""
 
@@ -48,11 +65,18 @@ class DetokenizeRequest(Model):
 
 
 def tokenize(services: Services, request: RawRequest) -> Response:
-    """POST /tokenize: ``{"tokens": [id, ...]}``, or with pieces ``[{"id", "piece"}, ...]``."""
-    body = parse(TokenizeRequest, request.body)
+    """POST /tokenize: ``{"tokens": [id, ...]}``, or with pieces ``[{"id", "piece"}, ...]``.
+
+    In vLLM's form ``{"tokens", "count", "max_model_len", "token_strs"}``.
+    """
+    raw = read_object(request.body)
+    if "messages" in raw:
+        return _of_messages(services, request, validated(MessagesRequest, raw))
+    if "prompt" in raw:
+        return _of_prompt(services, request, validated(PromptRequest, raw))
+    body = validated(TokenizeRequest, raw)
     entry, tokenizer = find_model(services, body.model)
-    most = context_tokens(services, entry)
-    check = length_check(request, MAX_IDS if most is None else most, "content", "content")
+    check = _check(services, request, entry, "content")
     check(len(body.content) // tokenizer.max_token_chars)
     text = body.content if body.parse_special else _plain(tokenizer, body.content)
     ids = tokenizer.encode(text, special=body.add_special, check=check)
@@ -60,15 +84,44 @@ def tokenize(services: Services, request: RawRequest) -> Response:
     return json_response({"tokens": tokens})
 
 
+def _check(services: Services, request: RawRequest, entry: ModelEntry, param: str) -> Check:
+    most = context_tokens(services, entry)
+    return length_check(request, MAX_IDS if most is None else most, param, param)
+
+
+def _of_messages(services: Services, request: RawRequest, body: MessagesRequest) -> Response:
+    entry, tokenizer = find_model(services, body.model)
+    prompt = request_prompt(services, request, entry, tokenizer, body)
+    return _vllm_tokens(services, entry, tokenizer, prompt, with_texts=body.return_token_strs)
+
+
+def _of_prompt(services: Services, request: RawRequest, body: PromptRequest) -> Response:
+    entry, tokenizer = find_model(services, body.model)
+    check = _check(services, request, entry, "prompt")
+    check(len(body.prompt) // tokenizer.max_token_chars)
+    prompt = text_prompt(tokenizer, body.prompt, check, special=body.add_special_tokens)
+    return _vllm_tokens(services, entry, tokenizer, prompt, with_texts=body.return_token_strs)
+
+
+def _vllm_tokens(
+    services: Services, entry: ModelEntry, tokenizer: Tokenizer, prompt: Prompt, *, with_texts: bool
+) -> Response:
+    ids = prompt.tokens
+    texts = [tokenizer.decode([i]) for i in ids] if with_texts else None
+    found = {"count": len(ids), "max_model_len": context_tokens(services, entry), "tokens": ids, "token_strs": texts}
+    return json_response(found)
+
+
 def detokenize(services: Services, request: RawRequest) -> Response:
-    """POST /detokenize: ``{"content": text}``"""
+    """POST /detokenize: the text as ``content``, and under vLLM's name as ``prompt``."""
     body = parse(DetokenizeRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
     most = context_tokens(services, entry)
     if most is not None and len(body.tokens) > most:
         raise ContextLengthError(most, len(body.tokens), "tokens")
     check_ids(body.tokens, entry.vocab_size or tokenizer.n_tokens, "tokens")
-    return json_response({"content": tokenizer.decode(body.tokens)})
+    text = tokenizer.decode(body.tokens)
+    return json_response({"content": text, "prompt": text})
 
 
 def apply_template(services: Services, request: RawRequest) -> Response:

@@ -115,12 +115,15 @@ class _Guarded:
 
 
 def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
+    # ``ignore_eos`` is for good, and about the model's own ends alone.
+    puts_off = sampling.min_tokens > 0 and not sampling.ignore_eos
+    ends = loaded.eos_ids.union(sampling.stop_token_ids) if puts_off else loaded.eos_ids
     if sampling.grammar is not None:
         if loaded.vocabulary is None:
             raise ApiError(400, "This model does not serve grammars.")
         matcher = loaded.vocabulary.matcher(sampling.grammar)
-        return Constraint(sampling, loaded.eos_ids, matcher, judges_time=loaded.agree is None)
-    return Constraint(sampling, loaded.eos_ids) if sampling.min_tokens or sampling.ignore_eos else None
+        return Constraint(sampling, ends, matcher, judges_time=loaded.agree is None)
+    return Constraint(sampling, ends) if sampling.min_tokens or sampling.ignore_eos else None
 
 
 def _grammar_failed(fault: str) -> ApiError:
@@ -133,6 +136,8 @@ def _check(job: Job, vocab_size: int) -> None:
         raise ApiError(400, "The prompt is empty.", param="prompt")
     check_ids(job.prompt.tokens, vocab_size, "prompt")
     check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
+    check_ids(job.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+    check_ids(job.sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
 
 
 def top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:

@@ -53,6 +53,8 @@ def make_processors(
     )
     if sampling.presence_penalty or sampling.frequency_penalty:
         processors.append(_OutputPenalties(sampling))
+    if sampling.allowed_token_ids is not None:
+        processors.append(_Allowed(sampling.allowed_token_ids))
     if constraint is not None:
         processors.append(_Masked(constraint))
     if rows is not None:
@@ -103,6 +105,18 @@ def _counts(output: mx.array, window: int | None, width: int) -> mx.array:
     """How often each token is among the last ``window`` ones of ``output``; shape (width,)."""
     recent = output[-window:] if window else output
     return mx.zeros((width,)).at[recent].add(1.0)
+
+
+class _Allowed:
+    """Leaves some tokens and no others."""
+
+    def __init__(self, ids: tuple[int, ...]) -> None:
+        self._ids = mx.array(ids)
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        out = mx.full(logits.shape, -mx.inf, logits.dtype)
+        out[..., self._ids] = logits[..., self._ids]
+        return out
 
 
 class ModelRows:

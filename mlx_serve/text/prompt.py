@@ -30,20 +30,25 @@ DEFAULT_ROLE_MAPPING = {
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A conversation as the model will read it, not yet tokenized. ``special``: with a start token."""
+    """A conversation as the model will read it, not yet tokenized.
+
+    ``special``: a plain text, which gets a start token, and ends with what was ``said``. Otherwise what the assistant's
+    turn begins with, ``thought`` and ``said``, comes behind the text.
+    """
 
     formats: Formats
     text: str
     special: bool
-    prefill: str
+    thought: str = ""
+    said: str = ""
 
     def prompt(self, check: Check = unchecked) -> Prompt:
         """Its tokens. ``check`` is told how many there are at least, before and while they are made, and may raise."""
         tokens = self.formats.tokenizer.encode(self.text, special=self.special, check=check)
         if self.special:
-            return Prompt(tuple(tokens))
-        if self.prefill:
-            return Prompt((*tokens, *_begun(self.formats, tokens, self.prefill, check)))
+            return Prompt(tuple(tokens), continues=bool(self.said))
+        if self.thought or self.said:
+            return _begun(self.formats, tokens, self.thought, self.said, check)
         return Prompt(tuple(tokens), in_reasoning=self.formats.ends_in_reasoning(tokens))
 
 
@@ -54,12 +59,20 @@ def chat_prompt(
     tools: Sequence[Any] | None = None,
     options: Mapping[str, Any] | None = None,
     role_mapping: Mapping[str, str] | None = None,
-    prefill: str = "",
+    begun: Mapping[str, Any] | None = None,
+    is_open: bool = True,
     check: Check = unchecked,
 ) -> Prompt:
     """The prompt for the assistant's next turn: ``chat_text``, tokenized under ``check``."""
     return chat_text(
-        tokenizer, messages, tools=tools, options=options, role_mapping=role_mapping, prefill=prefill, check=check
+        tokenizer,
+        messages,
+        tools=tools,
+        options=options,
+        role_mapping=role_mapping,
+        begun=begun,
+        is_open=is_open,
+        check=check,
     ).prompt(check)
 
 
@@ -70,16 +83,19 @@ def chat_text(
     tools: Sequence[Any] | None = None,
     options: Mapping[str, Any] | None = None,
     role_mapping: Mapping[str, str] | None = None,
-    prefill: str = "",
+    begun: Mapping[str, Any] | None = None,
+    is_open: bool = True,
     check: Check = unchecked,
 ) -> ChatText:
     """The text for the assistant's next turn.
 
-    ``messages`` have string content. ``options`` go to the chat template. ``prefill`` is the beginning of that turn's
-    text, for the model to go on from. Raises ApiError 400 when the template refuses them, also after they were brought
-    into a form that more templates take, and when the model's format has no place for a prefill. What ``check`` raises
-    at a text that is certainly too long ends the work before the text is built.
+    ``messages`` have string content. ``options`` go to the chat template. ``begun`` is the beginning of that turn, a
+    message for the model to go on from; with ``is_open`` false the prompt ends behind the last message, and no turn is
+    opened. Raises ApiError 400 when the template refuses them, also after they were brought into a form that more
+    templates take, and when the model's format has no place for a turn that has begun. What ``check`` raises at a text
+    that is certainly too long ends the work before the text is built.
     """
+    thought, said = ((begun or {}).get(key) or "" for key in ("reasoning_content", "content"))
     found = formats(tokenizer)
     guarded = _guarded(found, messages)
     offered = _guard(tokenizer, is_own=True).value(list(tools or ()))
@@ -91,34 +107,49 @@ def chat_text(
         mapping = role_mapping or DEFAULT_ROLE_MAPPING
         # A client's mapping is repeated for each message: the text may be far longer than the request.
         check(n_plain_chars(guarded, mapping) // tokenizer.max_token_chars)
-        text = plain_chat(guarded, mapping)
-        text += f" {_guard(tokenizer, is_own=False).text(prefill)}" if prefill else ""
-        return ChatText(found, text, special=True, prefill="")
-    text = _render(tokenizer, _in_its_words(found, guarded), offered, options or {})
-    return ChatText(found, text, special=False, prefill=prefill)
+        text = plain_chat(guarded, mapping, is_open=is_open)
+        text += f" {_guard(tokenizer, is_own=False).text(said)}" if said else ""
+        return ChatText(found, text, special=True, said=said)
+    text = _render(tokenizer, _in_its_words(found, guarded), offered, {**(options or {}), **_ENDINGS[is_open]})
+    return ChatText(found, text, special=False, thought=thought, said=said)
 
 
-def _begun(found: Formats, tokens: Sequence[int], text: str, check: Check) -> list[int]:
-    """The beginning of an answer, behind the prompt for it. Reasoning that the template opened is ended first."""
-    tokenizer = found.tokenizer
-    if found.is_harmony or tokenizer.initial_region not in (None, "normal"):
+_ENDINGS: Mapping[bool, Mapping[str, Any]] = {True: {}, False: {"add_generation_prompt": False}}
+
+
+def can_continue(tokenizer: Tokenizer) -> bool:
+    """Whether a model can go on from the beginning of a turn: not where a header stands before each part of it."""
+    return not formats(tokenizer).is_harmony and tokenizer.initial_region in (None, "normal")
+
+
+def _begun(found: Formats, tokens: Sequence[int], thought: str, said: str, check: Check) -> Prompt:
+    """A prompt with the beginning of the answer behind it. Whoever has said something has ended the thoughts before."""
+    if not can_continue(found.tokenizer):
         raise ApiError(400, "This model cannot go on from the beginning of an assistant's message.", param="messages")
-    text = _guard(tokenizer, is_own=False).text(text)
-    if found.think is not None and found.ends_in_reasoning(tokens):
-        text = f"{found.think[1]}\n\n{text}"
-    return tokenizer.encode(text, special=False, check=lambda n: check(len(tokens) + n))
+    guard = _guard(found.tokenizer, is_own=False)
+    is_thinking = found.ends_in_reasoning(tokens)
+    text = ""
+    if thought and found.think is not None:
+        text, is_thinking = ("" if is_thinking else f"{found.think[0]}\n") + guard.text(thought), True
+    if said and is_thinking and found.think is not None:
+        text, is_thinking = f"{text}\n{found.think[1]}\n\n".removeprefix("\n"), False
+    ids = found.tokenizer.encode(text + guard.text(said), special=False, check=lambda n: check(len(tokens) + n))
+    return Prompt((*tokens, *ids), is_thinking, continues=bool(said))
 
 
-def text_prompt(tokenizer: Tokenizer, text: str, check: Check = unchecked) -> Prompt:
-    """The prompt for a plain completion. ``check`` as in ``chat_prompt``."""
-    return Prompt(tuple(tokenizer.encode(text, special=True, check=check)))
+def text_prompt(tokenizer: Tokenizer, text: str, check: Check = unchecked, *, special: bool = True) -> Prompt:
+    """The prompt for a plain completion; ``special``: with what the tokenizer puts around a text.
+
+    ``check`` as in ``chat_prompt``.
+    """
+    return Prompt(tuple(tokenizer.encode(text, special=special, check=check)))
 
 
-def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str]) -> str:
-    """Messages as lines of text, for models without a chat template."""
+def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str], *, is_open: bool = True) -> str:
+    """Messages as lines of text, for models without a chat template. ``is_open``: with the assistant's next one."""
     stop = role_mapping.get("stop", "")
     lines = [f"{role_mapping.get(m['role'], '')}{m.get('content') or ''}{stop}" for m in messages]
-    return ("".join(lines) + role_mapping.get("assistant", "")).rstrip()
+    return ("".join(lines) + role_mapping.get("assistant", "") * is_open).rstrip()
 
 
 def n_plain_chars(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str]) -> int:

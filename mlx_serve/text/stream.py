@@ -43,10 +43,14 @@ def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
 
 
 class StopCutter:
-    """Ends the text before whichever of some strings (none of them empty) is complete first."""
+    """Ends the text at whichever of some strings (none of them empty) is complete first.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Before that string, or with ``keeps_stop`` behind it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
         self._search = StopSearch(stops)
+        self._keeps_stop = keeps_stop
         self._pending = ""
         # The string that ended the text.
         self.match: str | None = None
@@ -65,7 +69,8 @@ class StopCutter:
         found = self._search.feed(text)
         if found is not None:
             end, self.match = found
-            out, self._pending = self._pending[: n_before + end - len(self.match)], ""
+            end += n_before if self._keeps_stop else n_before - len(self.match)
+            out, self._pending = self._pending[:end], ""
             return out
         cut = len(self._pending) - self._search.n_held
         out, self._pending = self._pending[:cut], self._pending[cut:]

@@ -82,6 +82,36 @@ def test_greedy_is_mlx_lm_s_greedy(model, make):
         assert tokens(run(backend, [a])[0]) == offline(model, prompt)
 
 
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_only_allowed_tokens_come(model, make):
+    allowed = (3, 77, 150)
+    wild, tame = job(PROMPTS[0], 30, temperature=1.0, seed=1), job(PROMPTS[0], 30, temperature=1.0, seed=1)
+    tame.sampling = replace(tame.sampling, allowed_token_ids=allowed)
+    found = []
+    for a_job in (wild, tame):
+        backend = make(model)
+        backend.insert(a_job)
+        found.append(tokens(run(backend, [a_job])[0]))
+    assert not set(found[0]) <= set(allowed)
+    assert set(found[1]) == set(allowed)
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids"])
+def test_ids_that_are_no_tokens_are_refused(model, make, field):
+    with pytest.raises(ApiError) as refused:
+        make(model).insert(job([1], **{field: (VOCAB_SIZE,)}))
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_stop_tokens_wait_for_min_tokens(model):
+    stops = tuple(token for token in range(VOCAB_SIZE) if token != 9)
+    a_job = job([1], 6, min_tokens=4, stop_token_ids=stops)
+    backend = batch_of(model)
+    backend.insert(a_job)
+    assert tokens(run(backend, [a_job])[0])[:4] == [9] * 4
+
+
 def test_greedy_in_a_mixed_batch_is_mlx_lm_s_greedy(model):
     backend = batch_of(model)
     jobs = [job(prompt, max_tokens=5 + 3 * i) for i, prompt in enumerate(PROMPTS)]

@@ -246,7 +246,7 @@ def test_the_text_of_a_prompt_is_checked_while_it_is_tokenized():
     text_prompt(model(), "x" * 100, asked.append)
     assert asked == [100 // FakeTokenizer.max_token_chars, 100]
     asked.clear()
-    prompt = chat_prompt(model(), [user("x")], prefill="abc", check=asked.append)
+    prompt = chat_prompt(model(), [user("x")], begun=assistant("abc"), check=asked.append)
     assert max(asked) == len(prompt.tokens)
 
 
@@ -344,22 +344,51 @@ def test_what_a_user_adds_to_a_result_goes_into_it_where_an_answer_must_follow()
 
 
 @pytest.mark.parametrize("has_template", [True, False])
-def test_a_prefill_is_the_last_text_of_the_prompt_and_never_a_control_token(has_template):
+def test_a_turn_that_has_begun_is_the_last_text_of_the_prompt_and_never_a_control_token(has_template):
     tokenizer = model("<think>", "</think>", has_chat_template=has_template, think=("<think>", "</think>"))
-    prompt = chat_prompt(tokenizer, [user("x")], prefill="So </think>")
-    assert not prompt.in_reasoning
+    prompt = chat_prompt(tokenizer, [user("x")], begun=assistant("So </think>"))
+    assert (prompt.in_reasoning, prompt.continues) == (False, True)
     assert bytes(prompt.tokens[-len("So </think>") :]).decode() == "So </think>"
     assert len(prompt.tokens) > len("So </think>")
 
 
-def test_a_prefill_ends_the_reasoning_that_the_template_opened():
-    tokenizer = model("<think>", "</think>", think=("<think>", "</think>"), render=lambda *_: "x<think>\n")
-    prompt = chat_prompt(tokenizer, [user("x")], prefill="So")
-    assert not prompt.in_reasoning
-    assert tokenizer.decode(prompt.tokens) == "x<think>\n</think>\n\nSo"
+@pytest.mark.parametrize(
+    ("opened", "thought", "said", "written", "in_reasoning"),
+    [
+        ("", "", "So", "So", False),
+        ("<think>\n", "", "So", "<think>\n</think>\n\nSo", False),
+        ("<think>\n", "hm", "So", "<think>\nhm\n</think>\n\nSo", False),
+        ("", "hm", "So", "<think>\nhm\n</think>\n\nSo", False),
+        ("<think>\n", "hm", "", "<think>\nhm", True),
+        ("", "hm", "", "<think>\nhm", True),
+        ("<think>\n", "", "", "<think>\n", True),
+        ("", "", "", "", False),
+    ],
+)
+def test_a_turn_goes_on_behind_its_thoughts_or_in_them(opened, thought, said, written, in_reasoning):
+    tokenizer = model("<think>", "</think>", think=("<think>", "</think>"), render=lambda *_: f"x{opened}")
+    begun = assistant(said, reasoning_content=thought)
+    prompt = chat_prompt(tokenizer, [user("x")], begun=begun)
+    assert tokenizer.decode(prompt.tokens) == f"x{written}"
+    assert (prompt.in_reasoning, prompt.continues) == (in_reasoning, said != "")
+
+
+def test_thoughts_are_left_out_where_the_model_has_none():
+    tokenizer = model(think=None, render=lambda *_: "x")
+    prompt = chat_prompt(tokenizer, [user("x")], begun=assistant("So", reasoning_content="hm"))
+    assert tokenizer.decode(prompt.tokens) == "xSo"
+
+
+def test_a_prompt_can_end_behind_the_last_message():
+    tokenizer = model(render=lambda messages, tools, options: json.dumps(options))
+    assert json.loads(tokenizer.decode(chat_prompt(tokenizer, [user("x")]).tokens)) == {}
+    closed = chat_prompt(tokenizer, [user("x")], is_open=False)
+    assert json.loads(tokenizer.decode(closed.tokens)) == {"add_generation_prompt": False}
+    bare = model(has_chat_template=False)
+    assert bare.decode(chat_prompt(bare, [user("x")], is_open=False).tokens) == "USER: x"
 
 
 def test_gpt_oss_refuses_a_prefill():
     with pytest.raises(ApiError) as refusal:
-        chat_prompt(gpt_oss(), [user("x")], prefill="So")
+        chat_prompt(gpt_oss(), [user("x")], begun=assistant("So"))
     assert (refusal.value.status, refusal.value.param) == (400, "messages")

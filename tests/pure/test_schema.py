@@ -482,6 +482,73 @@ def test_what_cannot_be_enforced_is_refused_when_the_request_is_strict(strict, w
     assert chat(tools=[tool], tool_choice="required").must_call[0].strict == want
 
 
+SAID = {"role": "assistant", "content": "So"}
+CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "want"),
+    [
+        ([USER, SAID], {}, True),
+        ([USER, SAID], {"continue_final_message": True}, True),
+        ([USER, SAID], {"continue_final_message": True, "add_generation_prompt": False}, True),
+        ([SAID], {"continue_final_message": True}, True),
+        ([USER, SAID], {"add_generation_prompt": True}, False),
+        ([USER, SAID], {"add_generation_prompt": False}, False),
+        ([USER, SAID], {"continue_final_message": False}, False),
+        ([SAID], {}, False),
+        ([USER, CALLING], {}, False),
+        ([USER], {}, False),
+    ],
+)
+def test_an_assistant_s_last_message_is_the_beginning_of_the_answer(messages, fields, want):
+    assert chat(messages=messages, **fields).ends_in_answer == want
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields"),
+    [
+        ([USER], {}),
+        ([USER, CALLING], {}),
+        ([USER, {"role": "assistant", "function_call": {"name": "f"}}], {}),
+        ([USER, SAID], {"add_generation_prompt": True}),
+    ],
+)
+def test_only_words_of_the_assistant_can_be_continued(messages, fields):
+    assert refusal(chat, messages=messages, continue_final_message=True, **fields).param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    ("fields", "harmless"),
+    [
+        ({"bad_words": ["x"]}, {"bad_words": []}),
+        ({"prompt_logprobs": 0}, {"prompt_logprobs": None}),
+        ({"skip_special_tokens": False}, {"skip_special_tokens": True}),
+        ({"use_beam_search": True}, {"use_beam_search": False}),
+        ({"return_token_ids": True}, {"return_token_ids": False}),
+        ({"chat_template": "{{ 1 }}"}, {"chat_template": None}),
+        ({"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": None}),
+        ({"add_special_tokens": True}, {"add_special_tokens": False}),
+        ({"echo": True}, {"echo": False}),
+        ({"allowed_token_ids": [1], "min_tokens": 1}, {"allowed_token_ids": [1]}),
+        ({"allowed_token_ids": [1], "ignore_eos": True}, {"min_tokens": 1, "ignore_eos": True}),
+        ({"allowed_token_ids": []}, {"allowed_token_ids": None}),
+        ({"stop_token_ids": [-1]}, {"stop_token_ids": []}),
+        ({"stop_token_ids": [True]}, {}),
+        ({"stop_token_ids": list(range(65))}, {"stop_token_ids": list(range(64))}),
+    ],
+)
+def test_what_vllm_has_and_is_not_served_is_refused_where_it_asks_for_something(fields, harmless):
+    assert refusal(chat, **fields).param.split("[")[0] == next(iter(fields))
+    assert chat(**harmless)
+
+
+def test_what_a_completion_has_alone():
+    assert completion(truncate_prompt_tokens=5, add_special_tokens=False).truncate_prompt_tokens == 5
+    assert completion(echo=True).echo
+    assert refusal(completion, truncate_prompt_tokens=5, echo=True).param == "truncate_prompt_tokens"
+
+
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 
 

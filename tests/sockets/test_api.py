@@ -11,7 +11,7 @@ from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
 from mlx_serve.api import render, schema
 from mlx_serve.api.endpoints import ROUTES
-from mlx_serve.api.responses import endpoints
+from mlx_serve.api.responses import asked
 from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine import fake_backend
 from mlx_serve.engine.catalog import Catalog
@@ -351,6 +351,66 @@ def test_models_are_listed_and_found(server):
     assert server.request("GET", "/v1/models/fake")[2] == model
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_goes_on_from_the_assistant_s_last_message(stream):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Grüße an "}]
+    with serving(answering("alle")) as server:
+        status, _, body = server.request(
+            "POST", "/v1/chat/completions", {"messages": messages, "stream": stream, "continue_final_message": True}
+        )
+    assert status == 200
+    content = content_of(events(body)) if stream else body["choices"][0]["message"]["content"]
+    assert content == "alle"
+
+
+def test_a_format_whose_turns_have_parts_begins_a_new_turn():
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
+    tokenizer = FakeTokenizer(initial_region="header")
+    with serving(answering("it is."), tokenizer=tokenizer) as server:
+        path = "/apply-template"
+        assert server.request("POST", path, {"messages": messages})[2]["prompt"] == "user: hi\nassistant: So\n"
+        status, _, body = server.request("POST", path, {"messages": messages, "continue_final_message": True})
+        assert (status, body["error"]["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "n_tokens"),
+    [
+        ({"stop_token_ids": [ord("c")]}, "ab", 3),
+        ({"stop_token_ids": [ord("c"), ord("a")]}, "", 1),
+        ({"stop_token_ids": [ord("c")], "min_tokens": 3}, "abcdef", 7),
+        ({"stop": "cd"}, "ab", 4),
+        ({"stop": "cd", "include_stop_str_in_output": True}, "abcd", 4),
+    ],
+)
+def test_where_vllm_s_fields_end_an_answer(fields, text, n_tokens):
+    with serving(answering("abcdef")) as server:
+        chat, complete = server.chat(**fields)[2], server.complete(**fields)[2]
+        whole = server.request("POST", "/v1/responses", {"input": "hi", **fields})[2]
+    assert chat["choices"][0]["message"]["content"] == complete["choices"][0]["text"] == text
+    assert chat["choices"][0]["finish_reason"] == complete["choices"][0]["finish_reason"] == "stop"
+    assert whole["output"][0]["content"][0]["text"] == text
+    assert chat["usage"]["completion_tokens"] == complete["usage"]["completion_tokens"] == n_tokens
+
+
+@pytest.mark.parametrize(("n", "text"), [(2, "fg"), (100, "abcdefg"), (-1, "abcdefg")])
+def test_a_completion_s_prompt_can_be_cut_to_its_end(server, n, text):
+    status, _, body = server.complete("abcdefg", truncate_prompt_tokens=n)
+    assert (status, body["choices"][0]["text"]) == (200, text)
+    assert body["usage"]["prompt_tokens"] == len(text)
+
+
+def test_a_completion_s_prompt_can_be_cut_to_the_context(server):
+    status, _, body = server.complete([97] * 5000, truncate_prompt_tokens=-1)
+    assert (status, body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (200, 4095, 1)
+
+
+def test_allowed_tokens_and_a_grammar_exclude_each_other(server):
+    pytest.importorskip("llguidance")
+    status, _, body = server.chat(allowed_token_ids=[97], guided_choice=["a"])
+    assert (status, body["error"]["param"]) == (400, "allowed_token_ids")
+
+
 @pytest.mark.parametrize("path", ["/v1/models/", "/v1//models", "/models/", "/v1//models//", "//v1/models"])
 def test_slashes_that_joined_urls_leave_are_harmless(server, path):
     assert server.request("GET", path)[2] == server.request("GET", "/v1/models")[2]
@@ -439,7 +499,7 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch, pat
 
     with serving(max_json_values=1000) as server:
         monkeypatch.setattr(schema, "read_object", fail)
-        monkeypatch.setattr(endpoints, "read_object", fail)
+        monkeypatch.setattr(asked, "read_object", fail)
         body = '{"ignored": [' + unit * 1000 + "0]}"
         reply = server.request("POST", f"/v1{path.replace('{id}', 'x')}", body)
     assert reply[0] == 400

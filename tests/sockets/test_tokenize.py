@@ -35,8 +35,41 @@ def test_pieces_are_text_or_bytes(server):
 
 def test_detokenize_is_the_way_back(server):
     tokens = post(server, "/tokenize", content="Zürich 🐉<eos>")["tokens"]
-    assert post(server, "/detokenize", tokens=tokens) == {"content": "Zürich 🐉<eos>"}
-    assert post(server, "/detokenize", tokens=[]) == {"content": ""}
+    text = "Zürich 🐉<eos>"
+    assert post(server, "/detokenize", tokens=tokens) == {"content": text, "prompt": text}
+    assert post(server, "/detokenize", tokens=[]) == {"content": "", "prompt": ""}
+
+
+def test_vllm_s_form_of_a_text(server):
+    found = post(server, "/tokenize", prompt="ab", model="fake")
+    assert found == {"tokens": [97, 98], "count": 2, "max_model_len": 4096, "token_strs": None}
+    assert post(server, "/tokenize", prompt="ab", return_token_strs=True)["token_strs"] == ["a", "b"]
+
+
+def test_vllm_s_form_of_a_conversation(server):
+    messages = [{"role": "user", "content": "hi"}]
+    found = post(server, "/tokenize", messages=messages)
+    assert (bytes(found["tokens"]), found["count"]) == (b"user: hi\n", 9)
+    begun = [*messages, {"role": "assistant", "content": "So"}]
+    found = post(server, "/tokenize", messages=begun, continue_final_message=True, add_generation_prompt=False)
+    assert bytes(found["tokens"]) == b"user: hi\nSo"
+
+
+def test_the_tokens_of_a_chat_s_prompt_are_counted(server):
+    messages = [{"role": "user", "content": "hi"}]
+    found = post(server, "/v1/chat/completions/input_tokens", messages=messages)
+    assert found == {"object": "response.input_tokens", "input_tokens": 9}
+
+
+@pytest.mark.parametrize(("fields", "prompt"), [
+    ({}, "user: hi\nSo"),
+    ({"continue_final_message": True}, "user: hi\nSo"),
+    ({"add_generation_prompt": True}, "user: hi\nassistant: So\n"),
+    ({"add_generation_prompt": False}, "user: hi\nassistant: So\n"),
+])  # fmt: skip
+def test_how_a_prompt_ends(server, fields, prompt):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
+    assert post(server, "/apply-template", messages=messages, **fields)["prompt"] == prompt
 
 
 def test_apply_template_shows_the_prompt_of_a_chat(server):
@@ -52,6 +85,9 @@ def test_apply_template_shows_the_prompt_of_a_chat(server):
     ("/tokenize", {"content": 5}, "content"),
     ("/tokenize", {"content": "a", "add_special": 1}, "add_special"),
     ("/tokenize", {"content": "x" * 100_000}, "content"),
+    ("/tokenize", {"prompt": 5}, "prompt"),
+    ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+    ("/tokenize", {"messages": []}, "messages"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": "a"}, "tokens"),
     ("/detokenize", {"tokens": [1, "a"]}, "tokens[1]"),

@@ -46,7 +46,13 @@ def create(services: Services, request: RawRequest) -> Response:
     response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
     prompt = _prompt(services, request, entry, tokenizer, asked)
     tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
-    options = OutputOptions(tuple(body.stop), tools, forced_call=bool(must_call), max_calls=body.max_calls)
+    options = OutputOptions(
+        tuple(body.stop),
+        tools,
+        forced_call=bool(must_call),
+        max_calls=body.max_calls,
+        keeps_stop=body.include_stop_str_in_output,
+    )
     limit = body.wanted_tokens or _default_limit(services, entry)
     jobs = make_jobs(services, entry, body, [prompt], limit, param="input")
     if grammar is not None:
