@@ -109,7 +109,13 @@ class Config:
     min_p: float = flag(
         _SAMPLING, 0.0, "least probability, relative to the likeliest token's", parse=float, low=0, high=1
     )
-    max_tokens: int = flag(_SAMPLING, 512, "tokens to generate when a chat request does not say", parse=int, low=1)
+    max_tokens: int | None = flag(
+        _SAMPLING,
+        None,
+        "most tokens of an answer whose request does not say; by default what the context leaves (completions: 16)",
+        parse=int,
+        low=1,
+    )
 
     decode_concurrency: int = flag(_BATCH, 32, "sequences decoded together", parse=int, low=1)
     prompt_concurrency: int = flag(_BATCH, 8, "prompts in prefill at a time", parse=int, low=1)

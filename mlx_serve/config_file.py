@@ -29,7 +29,7 @@ class ModelDefaults:
     presence_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
     frequency_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
     max_tokens: int | None = flag(
-        _SAMPLING, None, "tokens to generate when a chat request does not say", parse=int, low=1
+        _SAMPLING, None, "most tokens of an answer whose request does not say", parse=int, low=1
     )
 
 

@@ -175,6 +175,8 @@ class Sampling:
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
+    # No client asked for ``max_tokens``: it may be lowered to what there is memory for.
+    is_limit_default: bool = False
     # Further tokens that end the output, and the only ones that may be in it; None: any.
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None

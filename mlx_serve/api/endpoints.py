@@ -21,7 +21,6 @@ from mlx_serve.api.serving import (
     compiled_grammar,
     constrain,
     context_tokens,
-    defaults_of,
     find_model,
     json_response,
     last_tokens,
@@ -101,8 +100,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
         max_calls=body.max_calls,
         keeps_stop=body.include_stop_str_in_output,
     )
-    limit = body.wanted_tokens or defaults_of(services, entry).max_tokens
-    jobs = make_jobs(services, entry, body, [prompt], limit, param="messages")
+    jobs = make_jobs(services, entry, body, [prompt], body.wanted_tokens, param="messages")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     reply = Reply(services, request, entry, jobs, options, body.stream, body.n_samples)

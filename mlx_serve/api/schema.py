@@ -59,7 +59,8 @@ MAX_TOOLS = 1024
 class Defaults:
     """What a request gets when it does not say: the command line's sampling flags, and a model's own defaults."""
 
-    max_tokens: int = 512
+    # None: as many as the context leaves room for.
+    max_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

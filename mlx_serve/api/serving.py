@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 # An odd constant of 64 bits (2**64 over the golden ratio), so that the samples of one seed are not those of the next.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+# The most tokens of an answer where neither the request nor the operator nor the model says how many there may be.
+_LIMIT_WITHOUT_CONTEXT = 4096
 # OpenAI's fields for the format of an answer in words.
 _FORMAT_FIELDS = ("response_format", "text.format")
 
@@ -302,15 +304,23 @@ def constrain(jobs: Sequence[Job], grammar: Grammar, gate: Gate) -> None:
 
 
 def make_jobs(
-    services: Services, entry: ModelEntry, body: Sampled, prompts: Sequence[Prompt], limit: int, *, param: str
+    services: Services, entry: ModelEntry, body: Sampled, prompts: Sequence[Prompt], limit: int | None, *, param: str
 ) -> list[Job]:
-    """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long."""
+    """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long.
+
+    ``limit``: the most tokens of an answer that the request asks for; None: it does not say.
+    """
     events: SimpleQueue[Event] = SimpleQueue()
     defaults = defaults_of(services, entry)
+    most = limit
+    if most is None:
+        # As at OpenAI, whatever the context leaves room for.
+        most = defaults.max_tokens or context_tokens(services, entry) or _LIMIT_WITHOUT_CONTEXT
     jobs = []
     for i, prompt in enumerate(prompts):
         room = _room(services, entry, prompt, param)
-        sampling = body.sampling(defaults, body.needed_logprobs, min(limit, room))
+        sampling = body.sampling(defaults, body.needed_logprobs, min(most, room))
+        sampling = replace(sampling, is_limit_default=limit is None)
         for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
             index = i * body.n_samples + k

@@ -14,9 +14,10 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
@@ -480,8 +481,23 @@ class Scheduler:
     def _check_alone(self, job: Job, slot: _Slot) -> None:
         # With no other model in memory: those can go.
         limit = self._models.kv_limit([job.model])
-        if limit is not None and (alone := self._kv_bytes(slot, [job])) > limit:
+        if limit is None or (alone := self._kv_bytes(slot, [job])) <= limit:
+            return
+        if not (job.sampling.is_limit_default and self._shorten(job, slot, limit)):
             raise _never_fits(job, alone, limit)
+
+    def _shorten(self, job: Job, slot: _Slot, limit: int) -> bool:
+        """Lower a limit on the output that no client set to what its KV cache has room for; False: there is none."""
+        whole = job.sampling
+
+        def fits(n_output: int) -> bool:
+            job.sampling = replace(whole, max_tokens=n_output)
+            return self._kv_bytes(slot, [job]) <= limit
+
+        # The first number of tokens that does not fit, less one.
+        most = bisect_left(range(1, whole.max_tokens + 1), True, key=lambda n_output: not fits(n_output))
+        job.sampling = replace(whole, max_tokens=most) if most else whole
+        return most > 0
 
     def _running_bytes(self) -> int:
         """What the KV caches of all that runs can come to."""

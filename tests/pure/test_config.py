@@ -14,7 +14,7 @@ from mlx_serve.flags import size, size_text
 
 def test_defaults_are_mlx_lm_server_s():
     settings = from_args([], {})
-    assert (settings.host, settings.port, settings.max_tokens, settings.temp) == ("127.0.0.1", 8080, 512, 0.0)
+    assert (settings.host, settings.port, settings.max_tokens, settings.temp) == ("127.0.0.1", 8080, None, 0.0)
     assert (settings.decode_concurrency, settings.prompt_concurrency, settings.prefill_step_size) == (32, 8, 2048)
     assert settings.allowed_origins == ()
 
@@ -38,7 +38,7 @@ def test_every_flag_of_mlx_lm_server_is_taken():
 
 
 # Why is in docs/decisions.md.
-OWN_DEFAULTS = {"--allowed-origins", "--chat-template-args", "--prompt-cache-size"}
+OWN_DEFAULTS = {"--allowed-origins", "--chat-template-args", "--max-tokens", "--prompt-cache-size"}
 
 
 @pytest.mark.parametrize("flag", sorted(flags_of_mlx_lm_server().keys() - OWN_DEFAULTS))

@@ -15,9 +15,9 @@ from mlx_serve.engine.worker import Worker
 DEADLINE_S = 20
 
 
-def job(text="ab", *, model="m", max_tokens=100, index=0, events=None):
+def job(text="ab", *, model="m", max_tokens=100, index=0, events=None, **sampling):
     queue = events if events is not None else SimpleQueue()
-    return Job(model, Prompt(tuple(text.encode())), Sampling(max_tokens), index, queue)
+    return Job(model, Prompt(tuple(text.encode())), Sampling(max_tokens, **sampling), index, queue)
 
 
 def events_of(a_job):
@@ -549,6 +549,30 @@ def test_a_model_that_nobody_uses_is_let_go():
 
 
 # Memory
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(("max_tokens", "given"), [(100, 20), (2**31, 20), (20, 20), (19, 19)])
+def test_a_limit_that_no_client_set_is_lowered_to_what_there_is_room_for(is_loaded, max_tokens, given):
+    scheduler, _ = make(kv_limit=30)
+    if is_loaded:
+        scheduler.submit([job("ab", max_tokens=1)])
+        run(scheduler)
+    a = job("x" * 10, max_tokens=max_tokens, is_limit_default=True)
+    scheduler.submit([a])
+    run(scheduler)
+    assert len(tokens_of(events_of(a))) == 11
+    assert a.sampling.max_tokens == given
+
+
+def test_a_prompt_without_room_for_a_token_is_refused_whoever_set_the_limit():
+    scheduler, _ = make(kv_limit=30)
+    a = job("x" * 30, max_tokens=100, is_limit_default=True)
+    scheduler.submit([a])
+    run(scheduler)
+    [failed] = events_of(a)
+    assert (failed.error.status, failed.error.code) == (400, "kv_cache_exceeded")
+    assert "'max_tokens' 100" in failed.error.message
 
 
 def test_a_job_waits_until_its_kv_cache_fits():

@@ -12,6 +12,7 @@ from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 from mlx_serve.api import render, schema
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.responses import asked
+from mlx_serve.api.schema import Defaults
 from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine import fake_backend
 from mlx_serve.engine.catalog import Catalog
@@ -81,6 +82,30 @@ def test_every_answer_has_an_id_of_its_own(server):
 def test_max_tokens_ends_an_answer(server):
     choice = server.chat(max_tokens=4)[2]["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("user", "length")
+
+
+LONG = "x" * 1000
+
+
+@pytest.mark.parametrize(
+    ("defaults", "context_tokens", "fields", "n"),
+    [
+        ({}, 4096, {}, 4096 - 1007),
+        ({}, 2048, {}, 2048 - 1007),
+        ({"max_tokens": 512}, 4096, {}, 512),
+        ({"max_tokens": 9000}, 4096, {}, 4096 - 1007),
+        ({"max_tokens": 512}, 4096, {"max_tokens": 600}, 600),
+        ({}, None, {}, 4096),
+    ],
+)
+def test_an_answer_may_be_as_long_as_the_context_leaves_room_for(defaults, context_tokens, fields, n):
+    entry = replace(ENTRY, context_tokens=context_tokens)
+    endless = FakeBackend(answer=lambda _: [97] * 10_000)
+    with serving(lambda _: endless, catalog=Catalog(entry, ["fake"]), defaults=Defaults(**defaults)) as server:
+        chat = server.chat(LONG, **fields)[2]
+        whole = server.request("POST", "/v1/responses", {"input": LONG, **fields})[2]
+    assert chat["usage"]["completion_tokens"] == whole["usage"]["output_tokens"] == n
+    assert chat["choices"][0]["finish_reason"] == "length"
 
 
 def test_max_tokens_is_cut_to_the_room_that_the_context_leaves(server):

@@ -53,8 +53,7 @@ def create(services: Services, request: RawRequest) -> Response:
         max_calls=body.max_calls,
         keeps_stop=body.include_stop_str_in_output,
     )
-    limit = body.wanted_tokens or _default_limit(services, entry)
-    jobs = make_jobs(services, entry, body, [prompt], limit, param="input")
+    jobs = make_jobs(services, entry, body, [prompt], body.wanted_tokens, param="input")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     keep = keeper(services.responses, asked) if stored else lambda _: None
@@ -127,12 +126,6 @@ def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenize
     # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
     most -= min(asked.body.wanted_tokens or 1, most // 2)
     return truncated(messages, render, tokenizer, check, most)
-
-
-def _default_limit(services: Services, entry: ModelEntry) -> int:
-    """As at OpenAI, an answer may be as long as the context leaves room for: agents do not say how long."""
-    most = context_tokens(services, entry)
-    return defaults_of(services, entry).max_tokens if most is None else most
 
 
 def _id(request: RawRequest) -> str:
