@@ -186,7 +186,7 @@ class Catalog:
             return None
         for root in self._roots:
             path = root.joinpath(*parts)
-            if (path / "config.json").is_file() and _is_inside(path, root) and _is_spelled_so(path, len(parts)):
+            if (path / "config.json").is_file() and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
         return None
 
@@ -206,11 +206,6 @@ def _fits(name: str, pattern: str) -> bool:
             return False
         at += len(part)
     return at <= end
-
-
-def _is_inside(path: Path, root: Path) -> bool:
-    # Symbolic links may point about inside the root, not out of it.
-    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def _is_spelled_so(path: Path, n_parts: int) -> bool:
@@ -236,7 +231,7 @@ def _entries_below(root: Path) -> Iterator[ModelEntry]:
     for config in sorted([*root.glob("*/config.json"), *root.glob("*/*/config.json")]):
         path = config.parent
         name = path.relative_to(root).as_posix()
-        if _is_inside(path, root) and all(_NAME_PART.fullmatch(part) for part in name.split("/")):
+        if all(_NAME_PART.fullmatch(part) for part in name.split("/")):
             yield from _readable(name, path)
 
 

@@ -2,8 +2,10 @@
 
 
 def one_line(error: object) -> str:
-    """The first line of its text, with what a colon at its end announces; or its type when it has no text."""
+    """The first line of its text, with what a colon at its end announces; its type when that has no meaning alone."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines:
         return type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{type(error).__name__}: {lines[0]}"[:300]
     return (" ".join(filter(None, lines)) if lines[0].endswith(":") else lines[0])[:300]

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.errors import one_line
 
 log = logging.getLogger(__name__)
 
-# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong. The
-# files are foreign input to code that expects sane numbers in them: a head count of 0 is a ZeroDivisionError.
-LOAD_ERRORS = (
-    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
-    *(ArithmeticError, AssertionError, MemoryError),
-)
+# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong:
+# anything. They are foreign input to foreign code. A head count of 0 is a ZeroDivisionError, one that is a text an error of
+# huggingface_hub's own that is nothing but an Exception, and so is what the tokenizers package raises.
+LOAD_ERRORS = (Exception,)
 
 
 class LoadError(Exception):
@@ -26,9 +25,14 @@ class LoadError(Exception):
 
 @contextmanager
 def loading(entry: ModelEntry) -> Iterator[None]:
-    """Turns what a model's files bring about into an ApiError, whose cause is a LoadError."""
+    """Turns what a model's files bring about into an ApiError, whose cause is a LoadError.
+
+    An ApiError is one already, and EngineLost is not the files' doing.
+    """
     try:
         yield
+    except (ApiError, EngineLost):
+        raise
     except LoadError as error:
         raise unloadable(entry, error) from error
     except LOAD_ERRORS as error:

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import weakref
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -12,8 +13,9 @@ from tinymodel import CONFIG, EOS, GEMMA, tiny, tiny_gemma, tokens_of, write_mod
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
-from mlx_serve.engine.catalog import Catalog, read_entry
-from mlx_serve.engine.load_errors import LoadError
+from mlx_serve.engine.backend import EngineLost
+from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
+from mlx_serve.engine.load_errors import LoadError, loading
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.models import ModelStore, locate
@@ -173,6 +175,38 @@ def test_no_argument_of_the_tokenizer_s_own_can_be_a_template_s():
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     # ``documents`` are for the template.
     assert taken.keys() - {"self", "kwargs", "documents"} <= RESERVED_TEMPLATE_OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"num_attention_heads": "many"},
+            "field 'num_attention_heads': TypeError: Field 'num_attention_heads' expected",
+        ),
+        ({"rope_scaling": [1]}, "field 'rope_parameters': "),
+    ],
+)
+def test_a_config_that_transformers_refuses_is_one_line_at_start_and_in_a_request(root, config, reason, caplog):
+    catalog, store = store_of(root)
+    (root / "one" / "config.json").write_text(json.dumps(CONFIG | config))
+    with pytest.raises(LoadError, match="cannot load the tokenizer of ") as caught:
+        store.check(catalog.find("one"))
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    caplog.clear()
+    with pytest.raises(ApiError, match="the server's log says why") as refused:
+        store.tokenizer(catalog.find("one"))
+    assert (refused.value.status, refused.value.type, refused.value.param) == (500, "server_error", "model")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [str(caught.value)]
+
+
+def test_a_rank_that_is_lost_is_no_fault_of_the_model_s_files():
+    entry = ModelEntry("m", Path("m"), 0, None, None)
+    with pytest.raises(EngineLost), loading(entry):
+        raise EngineLost("lost the other ranks")
+    with pytest.raises(ApiError, match="busy"), loading(entry):
+        raise ApiError(503, "busy")
 
 
 @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[")])

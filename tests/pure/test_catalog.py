@@ -28,13 +28,19 @@ def root(tmp_path):
     write(tmp_path / "models" / "gpt-oss-120b-MXFP4-Q4")
     write(tmp_path / "models" / "mlx-community" / "Qwen3-4B")
     write(tmp_path / "outside" / "secret")
+    write(tmp_path / "disk" / "owner" / "large")
     write(tmp_path / "models" / "broken", "{")
-    (tmp_path / "models" / "link-out").symlink_to(tmp_path / "outside" / "secret")
+    (tmp_path / "models" / "on-a-disk").symlink_to(tmp_path / "disk" / "owner" / "large")
+    (tmp_path / "models" / "owner").symlink_to(tmp_path / "disk" / "owner")
+    (tmp_path / "models" / "unplugged").symlink_to(tmp_path / "nowhere")
     (tmp_path / "models" / "link-in").symlink_to(tmp_path / "models" / "gpt-oss-120b-MXFP4-Q4")
     return tmp_path / "models"
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-120b-MXFP4-Q4", "mlx-community/Qwen3-4B", "link-in"])
+NAMES = ["gpt-oss-120b-MXFP4-Q4", "link-in", "on-a-disk", "mlx-community/Qwen3-4B", "owner/large"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_looked_up_below_the_model_directories(root, tmp_path, name):
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -51,7 +57,8 @@ def test_a_name_is_looked_up_below_the_model_directories(root, tmp_path, name):
         "mlx-community/../../outside/secret",
         "./gpt-oss-120b-MXFP4-Q4",
         "/etc",
-        "link-out",
+        "unplugged",
+        "on-a-disk/../large",
         "mlx-community",
         "a/b/c",
         "gpt-oss-120b-MXFP4-Q4/",
@@ -159,7 +166,9 @@ def test_what_lies_below_a_directory_wins_over_a_pattern_but_not_over_an_alias(r
     assert listing == [
         ("main", "main"),
         ("gpt-oss-120b-MXFP4-Q4", "gpt-oss-120b-MXFP4-Q4"),
+        ("on-a-disk", "on-a-disk"),
         ("mlx-community/Qwen3-4B", "mlx-community/Qwen3-4B"),
+        ("owner/large", "owner/large"),
         ("link-in", "mlx-community/Qwen3-4B"),
     ]
 
@@ -207,7 +216,7 @@ def test_a_damaged_model_says_so_without_its_path(root):
 
 def test_the_list_holds_what_can_be_served(root):
     names = [entry.name for entry in Catalog(roots=[root]).entries()]
-    assert names == ["gpt-oss-120b-MXFP4-Q4", "link-in", "mlx-community/Qwen3-4B"]
+    assert sorted(names) == sorted(NAMES)
 
 
 def test_the_default_answers_to_its_names_and_comes_first(root):
