@@ -14,8 +14,8 @@ from mlx_serve.engine.errors import one_line
 log = logging.getLogger(__name__)
 
 # What reading weights, building a model from its config and making a tokenizer raise when the files are wrong:
-# anything. They are foreign input to foreign code. A head count of 0 is a ZeroDivisionError, one that is a text an error of
-# huggingface_hub's own that is nothing but an Exception, and so is what the tokenizers package raises.
+# anything. They are foreign input to foreign code. A head count of 0 is a ZeroDivisionError; one that is a text is an
+# error of huggingface_hub's own, which is nothing but an Exception, and so is what the tokenizers package raises.
 LOAD_ERRORS = (Exception,)
 
 

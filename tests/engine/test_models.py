@@ -182,7 +182,7 @@ def test_no_argument_of_the_tokenizer_s_own_can_be_a_template_s():
     [
         (
             {"num_attention_heads": "many"},
-            "field 'num_attention_heads': TypeError: Field 'num_attention_heads' expected",
+            "TypeError: Field 'num_attention_heads' expected int, got str",
         ),
         ({"rope_scaling": [1]}, "field 'rope_parameters': "),
     ],

@@ -166,8 +166,8 @@ def test_what_lies_below_a_directory_wins_over_a_pattern_but_not_over_an_alias(r
     assert listing == [
         ("main", "main"),
         ("gpt-oss-120b-MXFP4-Q4", "gpt-oss-120b-MXFP4-Q4"),
-        ("on-a-disk", "on-a-disk"),
         ("mlx-community/Qwen3-4B", "mlx-community/Qwen3-4B"),
+        ("on-a-disk", "on-a-disk"),
         ("owner/large", "owner/large"),
         ("link-in", "mlx-community/Qwen3-4B"),
     ]
