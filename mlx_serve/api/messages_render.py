@@ -23,6 +23,8 @@ Event = dict[str, Any]
 
 # Anthropic's clients want one, and send it back with the thinking; nobody checks it here.
 SIGNATURE = "mlx-serve"
+# What Anthropic's schema requires and only its own service has something to say of.
+_NO_DETAILS = {"container": None, "stop_details": None}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 
@@ -64,7 +66,7 @@ def fold(found: Iterable[Event]) -> dict[str, Any]:
 
 
 def message_object(model: str, content: list[Any], stop_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
-    """A message with a new id."""
+    """A message with a new id. All keys that Anthropic's schema requires; None: nothing to say."""
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -73,6 +75,9 @@ def message_object(model: str, content: list[Any], stop_reason: str | None, usag
         "content": content,
         "stop_reason": stop_reason,
         "stop_sequence": None,
+        "stop_details": None,
+        "container": None,
+        "diagnostics": None,
         "usage": usage,
     }
 
@@ -80,6 +85,10 @@ def message_object(model: str, content: list[Any], stop_reason: str | None, usag
 def usage_object(usage: Usage) -> dict[str, Any]:
     """Anthropic's usage object. Unlike OpenAI's count, ``input_tokens`` leaves out what came from the cache."""
     return {
+        "cache_creation": None,
+        "inference_geo": None,
+        "server_tool_use": None,
+        "service_tier": None,
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
@@ -150,8 +159,8 @@ def _tool_id() -> str:
 def _ending(finish: Finish) -> dict[str, Any]:
     # Calls are to be answered, whatever else ended the text behind them.
     if finish.stop is not None and finish.reason == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": finish.stop}
-    return {"stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
+        return {**_NO_DETAILS, "stop_reason": "stop_sequence", "stop_sequence": finish.stop}
+    return {**_NO_DETAILS, "stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
 
 
 def _part(block: dict[str, Any], delta: dict[str, Any]) -> str:

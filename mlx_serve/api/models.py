@@ -17,6 +17,8 @@ from mlx_serve.engine.catalog import ModelEntry
 
 # Anthropic's.
 MAX_LIMIT = 1000
+# What Anthropic's schema requires of a model besides, with null where there is nothing to say.
+_NOT_KNOWN = ("capabilities", "deprecated_at", "line", "retires_at")
 
 
 def list_models(services: Services, request: RawRequest) -> Response:
@@ -73,7 +75,8 @@ def _model_object(services: Services, name: str, entry: ModelEntry, loaded: Coll
     openai = {"id": name, "object": "model", "created": entry.created, "owned_by": "mlx-serve"}
     ours = {"root": root, "loaded": entry.name in loaded}
     created = datetime.fromtimestamp(entry.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    anthropic = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
-    # vLLM's name for it, and Anthropic's.
-    length = {"max_model_len": most, "max_input_tokens": most} if most is not None else {}
+    anthropic: dict[str, Any] = {"type": "model", "display_name": name, "created_at": created, "lifecycle": "active"}
+    anthropic |= dict.fromkeys(_NOT_KNOWN) | {"max_input_tokens": most, "max_tokens": most}
+    # vLLM's name for it.
+    length = {"max_model_len": most} if most is not None else {}
     return openai | ours | anthropic | length

@@ -2,6 +2,7 @@
 
 import json
 
+from tests.sockets import requiredkeys
 from tests.sockets.replaykit import Message
 
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
@@ -18,6 +19,7 @@ def ask(server, content="hi", *, headers=None, path="/v1/messages", **fields):
 def whole(server, *args, **fields) -> dict:
     status, headers, body = ask(server, *args, **fields)
     assert (status, headers["Content-Type"]) == (200, "application/json"), body
+    requiredkeys.check_message(body)
     return body
 
 
@@ -35,6 +37,7 @@ def parse(text: str) -> list[dict]:
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
+        requiredkeys.check_message_event(event)
         found.append(event)
     return found
 

@@ -14,7 +14,7 @@ import pytest
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer
-from tests.sockets import apikit
+from tests.sockets import apikit, requiredkeys
 
 pytest.importorskip("openai", reason="openai is not installed")
 
@@ -79,6 +79,7 @@ class Scripted:
         status, _, answer = self.post(**{"input": "hi"} | body)
         assert status == 200, answer
         Response.model_validate(answer, strict=True)
+        requiredkeys.check_response(answer)
         return answer
 
     def streamed(self, *answers: str, **body) -> list[dict]:
@@ -99,6 +100,8 @@ class Scripted:
         status, _, answer = self.get(f"{response_id}/input_items{query}")
         assert status == 200, answer
         ResponseItemList.model_validate(answer, strict=True)
+        for item in answer["data"]:
+            requiredkeys.check_item(item)
         return answer
 
 
@@ -111,6 +114,7 @@ def events_of(text: str) -> list[dict]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         EVENT.validate_python(event, strict=True)
+        requiredkeys.check_event(event)
         found.append(event)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     states = [event["type"].removeprefix("response.") for event in found]

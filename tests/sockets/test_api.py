@@ -370,7 +370,8 @@ def test_models_are_listed_and_found(server):
     model |= {"root": "fake", "loaded": True}
     # What Anthropic's clients read of it.
     model |= {"type": "model", "display_name": "fake", "created_at": "2023-11-14T22:13:20Z"}
-    model |= {"lifecycle": "active", "max_input_tokens": 4096}
+    model |= {"lifecycle": "active", "max_input_tokens": 4096, "max_tokens": 4096}
+    model |= dict.fromkeys(["capabilities", "deprecated_at", "line", "retires_at"])
     pages = {"has_more": False, "first_id": "fake", "last_id": "fake"}
     assert server.request("GET", "/v1/models")[2] == {"object": "list", "data": [model], **pages}
     assert server.request("GET", "/v1/models/fake")[2] == model

@@ -4,6 +4,7 @@ import pytest
 from apikit import serving
 
 from mlx_serve.engine.catalog import Catalog, ModelEntry
+from tests.sockets.requiredkeys import check_model
 
 NAMES = ("a", "b", "c", "d")
 
@@ -25,6 +26,8 @@ def page(server, query: str):
     status, _, body = server.request("GET", f"/v1/models{query}")
     assert status == 200, body
     names = [model["id"] for model in body["data"]]
+    for model in body["data"]:
+        check_model(model)
     assert (body["first_id"], body["last_id"]) == ((names[0], names[-1]) if names else (None, None))
     return "".join(names), body["has_more"]
 

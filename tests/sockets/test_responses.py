@@ -90,6 +90,31 @@ def test_the_settings_of_a_request_are_given_back(model):
     assert {key: response[key] for key in expected} == expected
 
 
+def test_what_a_response_does_not_know_is_null_from_the_beginning(model):
+    whole, found = model.both("Hello.", presence_penalty=0.5, frequency_penalty=-1)
+    begun = found[0]["response"]
+    assert (begun["usage"], begun["user"], begun["previous_response_id"]) == (None, None, None)
+    assert whole["usage"] is not None
+    assert (whole["presence_penalty"], whole["frequency_penalty"]) == (0.5, -1)
+
+
+def test_a_format_and_a_tool_are_given_back_with_all_their_keys(model):
+    pytest.importorskip("llguidance")
+    form = {"type": "json_schema", "schema": {"type": "string"}}
+    bare = {"type": "function", "name": "f"}
+    response = model.whole('"a"', text={"format": form}, tools=[bare])
+    assert response["text"]["format"] == {**form, "name": "response", "description": None, "strict": False}
+    assert response["tools"] == [{**bare, "description": None, "parameters": None, "strict": None}]
+
+
+def test_kept_items_have_all_their_keys(model):
+    said = [{"type": "output_text", "text": "a"}]
+    items = [{"role": "assistant", "content": said}, {"role": "user", "content": [{"type": "text", "text": "b"}]}]
+    listed = model.listed(model.whole("Hello.", input=items)["id"])["data"]
+    assert listed[0]["content"] == [{**said[0], "annotations": [], "logprobs": []}]
+    assert listed[1]["content"] == [{"type": "input_text", "text": "b"}]
+
+
 def test_max_output_tokens_leaves_a_response_incomplete(model):
     response, found = model.both("Hello.", max_output_tokens=3)
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})

@@ -263,15 +263,20 @@ def listed(item: Mapping[str, Any]) -> dict[str, Any]:
     out = {**out, "id": given if given and isinstance(given, str) else new_id(kind), "type": kind}
     if kind == "reasoning":
         return {"summary": [], **out}
-    if kind == "message" and isinstance(out["content"], str):
-        out["content"] = [_text_part(out["role"], out["content"])]
+    if kind == "message":
+        content = out["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        out["content"] = [_listed_part(out["role"], part) for part in parts]
     return {"status": "completed", **out}
 
 
-def _text_part(role: str, text: str) -> dict[str, Any]:
+def _listed_part(role: str, part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of a message under its newer name, with the keys that OpenAI always gives it."""
+    if part["type"] not in ("text", "output_text"):
+        return dict(part)
     if role == "assistant":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "input_text", "text": text}
+        return {"annotations": [], "logprobs": [], **part, "type": "output_text"}
+    return {**part, "type": "input_text"}
 
 
 # A request has at most so many items, those that ``previous_response_id`` brings in not counted.

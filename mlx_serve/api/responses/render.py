@@ -34,10 +34,11 @@ def new_response(
 ) -> dict[str, Any]:
     """A response that begins now, with the settings of its request. ``raw`` is the request as it came.
 
-    Raises ApiError 400 when those hold what JSON text cannot.
+    All keys that the schemas of OpenAI and of Open Responses require, from the beginning on; None: not known, or not
+    given. Raises ApiError 400 when the settings hold what JSON text cannot.
     """
     sampling = body.sampling(defaults, None, 1)
-    out = {
+    return {
         "id": new_id("response"),
         "object": "response",
         "created_at": int(time.time()),
@@ -45,6 +46,7 @@ def new_response(
         "status": "in_progress",
         "background": False,
         "error": None,
+        "frequency_penalty": sampling.frequency_penalty,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -52,6 +54,7 @@ def new_response(
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
+        "presence_penalty": sampling.presence_penalty,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": body.reasoning.effort, "summary": body.reasoning.summary},
@@ -66,19 +69,28 @@ def new_response(
         "top_p": sampling.top_p,
         "truncation": body.truncation,
         "metadata": body.metadata,
+        "usage": None,
+        "user": body.user,
     }
-    return out if body.user is None else out | {"user": body.user}
 
 
 def _text_options(given: Any) -> dict[str, Any]:
-    asked = {key: value for key, value in (given or {}).items() if value is not None}
-    return {"format": {"type": "text"}, "verbosity": "medium", **asked}
+    asked = _without_null(given or {})
+    form = _without_null(asked.get("format", {"type": "text"}))
+    if form["type"] == "json_schema":
+        form = {"name": "response", "description": None, "strict": False, **form}
+    return {"verbosity": "medium", **asked, "format": form}
+
+
+def _without_null(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    given = {key: value for key, value in tool.items() if value is not None}
-    # These two are always there at OpenAI.
-    return {"parameters": None, "strict": None, **given} if given["type"] == "function" else given
+    given = _without_null(tool)
+    if given["type"] != "function":
+        return given
+    return {"description": None, "parameters": None, "strict": None, **given}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
