@@ -39,9 +39,6 @@ _HEADER = struct.Struct("!cQQ")
 VOCABULARY, TASK = b"v", b"t"
 # Deep recursion has to end the process here rather than the server, whose threads have 2 MB at least.
 _STACK_BYTES = 2**20
-# A process that runs for longer than this gives way to all others.
-_DEMOTE_S = 0.2
-_DEMOTED = 10
 _TICK_S = 0.1
 # Of a small grammar, which finds room in what the process holds already.
 _LEAST_BYTES = 64 * 1024
@@ -64,7 +61,7 @@ class Limits:
     cpu_s: int = 3
     memory_bytes: int = 384 * 2**20
     wall_s: float = 60.0
-    at_once: int = 4
+    at_once: int = max(2, min(4, (os.cpu_count() or 1) // 2))
     bounds: bool = sys.platform == "linux"
     watches: bool = sys.platform != "linux"
 
@@ -180,8 +177,6 @@ class _Parent:
         for task in self._running:
             if now - task.started_at > self._limits.wall_s:
                 self._kill(task, "time")
-            elif now - task.started_at > _DEMOTE_S:
-                os.setpriority(os.PRIO_PROCESS, task.pid, _DEMOTED)
         if self._limits.watches and self._running:
             held = resident_bytes([task.pid for task in self._running])
             for task in self._running:

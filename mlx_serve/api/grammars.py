@@ -64,6 +64,7 @@ class GrammarCompiler:
         self._vocabulary_of = vocabulary_of
         self._limits = limits or Limits()
         self._child: _Child | None = None
+        self._closed = False
         self._lock = Lock()
         self._places = BoundedSemaphore(MAX_WAITING)
 
@@ -89,8 +90,9 @@ class GrammarCompiler:
         return self._taken(vocabulary, task, answer, param)
 
     def close(self) -> None:
-        """End the child; a grammar that comes later starts a new one."""
+        """End the child: no grammar is compiled any more."""
         with self._lock:
+            self._closed = True
             child, self._child = self._child, None
         if child is not None:
             child.close()
@@ -103,10 +105,12 @@ class GrammarCompiler:
             except _ChildLostError as error:
                 log.warning("the process that compiles grammars has ended (%s); it is started again", error)
                 self._give_up(child)
-        raise ApiError(503, "The grammar could not be compiled now. Try again.", type="server_error")
+        raise _not_now()
 
     def _started(self) -> _Child:
         with self._lock:
+            if self._closed:
+                raise _not_now()
             if self._child is not None and self._child.is_full:
                 self._child.close()
                 self._child = None
@@ -134,14 +138,14 @@ class GrammarCompiler:
 
     def _ended(self, why: str, param: str) -> ApiError:
         reasons = {
-            "time": f"that takes more than {self._limits.cpu_s} seconds of computing.",
+            "time": f"that takes more than {self._limits.cpu_s} s of CPU time.",
             "memory": f"that takes more than {self._limits.memory_bytes // 2**20} MB of memory.",
             "depth": "its parts lead too deeply into each other.",
         }
         if why in reasons:
             return refused(param, f"it cannot be compiled: {reasons[why]}")
         log.warning("the process that compiled a grammar has ended: %s", why)
-        return ApiError(503, "The grammar could not be compiled now. Try again.", type="server_error", param=param)
+        return _not_now()
 
 
 class _ChildLostError(Exception):
@@ -226,6 +230,10 @@ def _read_answer(data: bytearray) -> dict[str, Any] | None:
     except ValueError:
         return None
     return answer
+
+
+def _not_now() -> ApiError:
+    return ApiError(503, "The grammar could not be compiled now. Try again.", type="server_error")
 
 
 def _too_many() -> ApiError:

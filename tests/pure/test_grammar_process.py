@@ -74,17 +74,17 @@ def test_what_passes_is_compiled_here_too_and_kept(start, vocabulary):
 @pytest.mark.parametrize(
     ("rule", "functions", "limits", "param", "said"),
     [
-        (ENDLESS, (), {}, "p", "more than 1 seconds of computing"),
+        (ENDLESS, (), {}, "p", "more than 1 s of CPU time"),
         (LARGE, (), {"cpu_s": 60, "memory_bytes": 96 * 2**20}, "p", "more than 96 MB of memory"),
         (
             ENDLESS,
             (),
             {"cpu_s": 60, "memory_bytes": 2**40, "wall_s": 0.2},
             "p",
-            "more than 60 seconds of computing",
+            "more than 60 s of CPU time",
         ),
         (Rule("grammar", DEEP, "p"), (), {}, "p", "too deeply"),
-        (None, [Function("f", {"properties": {"a": ENDLESS.value}}, "tools[0]")], {}, "tools", "seconds of computing"),
+        (None, [Function("f", {"properties": {"a": ENDLESS.value}}, "tools[0]")], {}, "tools", "s of CPU time"),
         (Rule("regex", "(", "p"), (), {}, "p", "unclosed group"),
         (Rule("grammar", "start: <|no_such_token|>", "p"), (), {}, "p", "no_such_token"),
         (None, [Function("f", {"not": {}}, "tools[0]")], {}, "tools[0]", "not"),
@@ -127,7 +127,7 @@ def test_memory_is_watched_from_outside_where_no_limit_of_it_is_enforced(start):
         pytest.skip("ps is not installed")
     assert resident_bytes([os.getpid()])[os.getpid()] > 2**20
     compiler = start(cpu_s=60, memory_bytes=32 * 2**20, watches=True, bounds=False)
-    assert "more than 32 MB of memory" in refusal(compiler, LARGE).message
+    assert "more than 32 MB of memory" in refusal(compiler, ENDLESS).message
 
 
 def test_a_process_ends_with_its_client_and_no_other_with_it(start):
@@ -162,7 +162,7 @@ def test_a_child_that_dies_is_started_again_and_what_it_had_is_asked_again(start
         while not compiler._child._control.fileno() or not children(compiler._child._process.pid):
             assert not waiting.done()
         os.kill(compiler._child._process.pid, signal.SIGKILL)
-        assert "seconds of computing" in waiting.result(DEADLINE_S).message
+        assert "s of CPU time" in waiting.result(DEADLINE_S).message
 
 
 def children(pid):
@@ -182,6 +182,14 @@ def test_a_child_that_does_not_start_is_an_error_of_the_server(start, monkeypatc
     error = refusal(start(), regex(1))
     assert (error.status, error.type) == (503, "server_error")
     monkeypatch.undo()
+
+
+def test_nothing_is_compiled_after_the_end(start):
+    compiler = start()
+    compiled(compiler, regex(1))
+    compiler.close()
+    assert refusal(compiler, regex(2)).status == 503
+    assert compiler._child is None
 
 
 def test_requests_beyond_the_places_get_429(start, monkeypatch):

@@ -75,6 +75,7 @@ def serving(
     limits=None,
     tokenizer=None,
     access=None,
+    grammar_limits=None,
     **services,
 ) -> Iterator[Running]:
     """A server that is up, and after the block down with nothing left."""
@@ -82,7 +83,7 @@ def serving(
     models = FakeModels(make_backend, tokenizer)
     scheduler = Scheduler(models, Limits(max_queue=max_queue))
     worker = Worker(scheduler, None, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
+    grammars = GrammarCompiler(models.vocabulary, grammar_limits)
     app = Api(Services(scheduler, catalog, models, "fp_test", grammars, max_queue=max_queue, **services))
     options = ServerOptions(
         address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy(), on_end=app.observe

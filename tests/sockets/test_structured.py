@@ -10,6 +10,7 @@ import messageskit
 import pytest
 from apikit import DEADLINE_S, Running, events, serving
 
+from mlx_serve.api import grammar_child
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
@@ -67,7 +68,7 @@ def server(tmp_path_factory):
         prompt_cache_bytes=None,
     )
     scheduler = Scheduler(models, Limits(max_queue=128))
-    grammars = GrammarCompiler(models.vocabulary)
+    grammars = GrammarCompiler(models.vocabulary, grammar_child.Limits(cpu_s=1))
     services = Services(scheduler, catalog, models, "fp_test", grammars)
     worker = Worker(scheduler, "tiny", models.close)
     http = Server(Api(services), ServerOptions(address=("127.0.0.1", 0)))
@@ -259,6 +260,69 @@ def test_without_the_extra_everything_else_works(fake, monkeypatch):
         assert status == 400
         assert "pip install 'mlx-serve[structured]'" in body["error"]["message"]
     ok(fake.chat(tools=[TIME], response_format={"type": "text"}))
+
+
+# What ended the server, or took a core and its memory for good, when grammars were compiled in its process.
+
+HUGE = "((a{1000}){1000}){10}"
+DEEP = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(3000)) + '\nr3000: "a"'
+ENDLESS = {"type": "integer", "multipleOf": 99999989}
+
+
+def tool(schema):
+    return {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": schema}, "required": ["a"]}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_regex": HUGE}, None),
+        ({"response_format": wanted({"type": "string", "pattern": HUGE})}, None),
+        ({"tools": [tool({"type": "string", "pattern": HUGE})], "tool_choice": "required"}, None),
+        ({"guided_regex": "a?" * 39800}, "longer than 16384 characters"),
+        ({"guided_grammar": DEEP}, "lead too deeply"),
+        ({"grammar": DEEP}, "lead too deeply"),
+        ({"json_schema": ENDLESS}, "more than 1 s of CPU time"),
+        ({"tools": [tool(ENDLESS)], "tool_choice": "required"}, "more than 1 s of CPU time"),
+    ],
+)
+def test_no_grammar_ends_the_server(server, fields, said):
+    stop = threading.Event()
+    others = []
+
+    def stream():
+        while not stop.is_set():
+            others.append(server.chat(max_tokens=2)[0])
+
+    beside = threading.Thread(target=stream)
+    beside.start()
+    try:
+        status, _, body = server.chat(max_tokens=8, **fields)
+    finally:
+        stop.set()
+        beside.join()
+    assert status == (400 if said else 200)
+    assert said is None or said in body["error"]["message"]
+    assert set(others) == {200}
+    assert contents(ok(server.chat(guided_choice=["yes"]))) == ["yes"]
+
+
+def test_a_grammar_is_compiled_no_longer_than_its_client_waits():
+    # There is one place, for as long as the first client waits.
+    limits = grammar_child.Limits(cpu_s=600, memory_bytes=2**40, at_once=1)
+    with serving(grammar_limits=limits) as running:
+        leaving = running.connection()
+        body = {"messages": [{"role": "user", "content": "hi"}], "json_schema": ENDLESS}
+        leaving.request("POST", "/v1/chat/completions", json.dumps(body))
+        answers = []
+        staying = threading.Thread(target=lambda: answers.append(running.chat(guided_choice=["a"])[0]))
+        staying.start()
+        leaving.close()
+        staying.join(DEADLINE_S)
+        assert answers == [200]
 
 
 # Anthropic's dialect
