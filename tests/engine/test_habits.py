@@ -10,6 +10,7 @@ from tinymodel import write_model
 
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
@@ -43,7 +44,10 @@ def serving(*flags):
     catalog, models = cli.open_models(settings)
     scheduler = Scheduler(models, Limits(max_queue=16))
     worker = Worker(scheduler, catalog.default.name, models.close)
-    server = Server(Api(cli.services(settings, catalog, models, scheduler)), ServerOptions(address=("127.0.0.1", 0)))
+    grammars = GrammarCompiler(models.vocabulary)
+    server = Server(
+        Api(cli.services(settings, catalog, models, scheduler, grammars)), ServerOptions(address=("127.0.0.1", 0))
+    )
     accepting = threading.Thread(target=server.serve_forever)
     worker.start()
     accepting.start()
@@ -62,6 +66,7 @@ def serving(*flags):
     finally:
         worker.stop()
         server.close()
+        grammars.close()
         accepting.join()
 
 

@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.demo import ensure_demo_model
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
@@ -52,7 +53,8 @@ def client():
     catalog, models = cli.open_models(settings)
     scheduler = Scheduler(models, Limits(max_queue=128))
     worker = Worker(scheduler, catalog.default.name, models.close)
-    api = Api(cli.services(settings, catalog, models, scheduler))
+    grammars = GrammarCompiler(models.vocabulary)
+    api = Api(cli.services(settings, catalog, models, scheduler, grammars))
     server = Server(api, ServerOptions(address=("127.0.0.1", 0)))
     accepting = threading.Thread(target=server.serve_forever)
     worker.start()
@@ -62,6 +64,7 @@ def client():
         yield client
     worker.stop()
     server.close()
+    grammars.close()
     accepting.join()
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.structured import random_schema
 from mlx_serve import cli, config
 from mlx_serve.api.endpoints import Api
+from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.options import ServerOptions
@@ -28,7 +29,10 @@ def client():
     catalog, models = cli.open_models(settings)
     scheduler = Scheduler(models, Limits(max_queue=128))
     worker = Worker(scheduler, catalog.default.name, models.close)
-    server = Server(Api(cli.services(settings, catalog, models, scheduler)), ServerOptions(address=("127.0.0.1", 0)))
+    grammars = GrammarCompiler(models.vocabulary)
+    server = Server(
+        Api(cli.services(settings, catalog, models, scheduler, grammars)), ServerOptions(address=("127.0.0.1", 0))
+    )
     accepting = threading.Thread(target=server.serve_forever)
     worker.start()
     accepting.start()
@@ -37,6 +41,7 @@ def client():
         yield api
     worker.stop()
     server.close()
+    grammars.close()
     accepting.join()
 
 
