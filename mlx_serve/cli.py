@@ -308,6 +308,7 @@ def services(
         draining=draining,
         started=started,
         grammars=grammars,
+        share_prefixes=settings.share_prefixes,
         max_queue=settings.max_queue,
         max_json_values=settings.max_json_values,
         page=page.files() if settings.ui else {},

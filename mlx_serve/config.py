@@ -173,6 +173,11 @@ class Config:
         "names that clients may call the server by, comma-separated; on loopback its own names, elsewhere any",
         parse=comma_list,
     )
+    share_prefixes: bool = flag(
+        _ACCESS,
+        False,
+        "let requests with different API keys share KV caches; a client can then find out what others have sent",
+    )
     ui: bool = flag(_ACCESS, True, "serve the page at /")
 
     max_total_body_bytes: int = flag(

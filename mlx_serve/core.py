@@ -90,7 +90,8 @@ class RawRequest:
     ``path`` is percent-decoded and without the query, which is in ``query`` as it came. ``headers`` has lower-case
     names; a repeated field is joined with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects
     what the layers above want in this request's log line (model, token counts, finish reason). ``received_at`` is when
-    the last byte was here, on the monotonic clock.
+    the last byte was here, on the monotonic clock. ``client`` is a digest of the API key that let it in; "": none is
+    needed.
     """
 
     method: str
@@ -102,6 +103,7 @@ class RawRequest:
     notes: MutableMapping[str, str | int] = field(default_factory=dict)
     received_at: float | None = None
     query: str = ""
+    client: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +269,9 @@ class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
     With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
-    ``priority``: smaller is earlier, as in vLLM. The only value here that changes: ``arrived_s`` (monotonic) is set
-    when the job is queued; ``cancelled`` is set once, by any thread, and read by the engine's.
+    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Two fields
+    change: ``arrived_s`` (monotonic) is set when the job is queued; ``cancelled`` is set once, by any thread, and read
+    by the engine's.
     """
 
     model: str
@@ -278,6 +281,7 @@ class Job:
     events: SimpleQueue[Event]
     priority: int = 0
     inputs: Inputs | None = None
+    scope: str = ""
     arrived_s: float = 0.0
     cancelled: bool = False
 

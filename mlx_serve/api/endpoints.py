@@ -100,7 +100,7 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
         max_calls=body.max_calls,
         keeps_stop=body.include_stop_str_in_output,
     )
-    jobs = make_jobs(services, entry, body, [prompt], body.wanted_tokens, param="messages")
+    jobs = make_jobs(services, request, entry, body, [prompt], body.wanted_tokens, param="messages")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     reply = Reply(services, request, entry, jobs, options, body.stream, body.n_samples)
@@ -128,7 +128,7 @@ def completions(services: Services, request: RawRequest) -> Response:
     if body.max_tokens == 0 and not scores_prompt:
         return _only_echo(services, entry, tokenizer, body, prompts)
     limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    jobs = make_jobs(services, entry, body, prompts, limit, param="prompt")
+    jobs = make_jobs(services, request, entry, body, prompts, limit, param="prompt")
     if grammar is not None:
         constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)

@@ -46,7 +46,7 @@ def messages(services: Services, request: RawRequest) -> Response:
         forced_call=bool(body.must_call),
         max_calls=body.max_calls,
     )
-    jobs = make_jobs(services, entry, body, [prompt], body.max_tokens, param="messages")
+    jobs = make_jobs(services, request, entry, body, [prompt], body.max_tokens, param="messages")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     writer = _Writer(entry.name, len(prompt.tokens), request.request_id)

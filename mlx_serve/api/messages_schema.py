@@ -14,6 +14,7 @@ from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from mlx_serve.api.fields import Float, Model, Object, Stops, Str
 from mlx_serve.api.messages_blocks import Message, SystemContent, as_chat
 from mlx_serve.api.schema import MAX_MESSAGES, MAX_TOOLS, Defaults
+from mlx_serve.api.scope import CacheSalt
 from mlx_serve.core import ApiError, Sampling
 from mlx_serve.text.grammar import Function, Rule
 
@@ -146,6 +147,8 @@ class MessagesRequest(CountRequest):
     output_config: _OutputConfig = _OutputConfig()
     # The older name of output_config.format.
     output_format: _Format | None = None
+    # vLLM's, as in chat.
+    cache_salt: CacheSalt | None = None
 
     def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
         """How tokens are chosen; what the request leaves out comes from ``defaults``."""

@@ -46,6 +46,7 @@ from mlx_serve.api.fields import (
     content_text,
     refuse,
 )
+from mlx_serve.api.scope import CacheSalt
 from mlx_serve.api.structured import Structured
 from mlx_serve.core import ApiError, Sampling
 from mlx_serve.text.grammar import Function
@@ -184,6 +185,7 @@ class Request(Structured):
     allowed_token_ids: AllowedIds = None
     include_stop_str_in_output: bool = False
     priority: int = 0
+    cache_salt: CacheSalt | None = None
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None

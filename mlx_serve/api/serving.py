@@ -16,6 +16,7 @@ from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
+from mlx_serve.api.scope import prefix_scope
 from mlx_serve.core import (
     ApiError,
     Check,
@@ -77,6 +78,8 @@ class Services:
     defaults: Defaults = field(default_factory=Defaults)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
+    # Whether requests with different API keys share KV caches.
+    share_prefixes: bool = False
     # The command line's adapters and draft model, which a request may name and no others.
     adapter: str | None = None
     draft_model: str | None = None
@@ -113,6 +116,10 @@ class Sampled(Protocol):
     @property
     def priority(self) -> int:
         """Smaller is earlier."""
+
+    @property
+    def cache_salt(self) -> str | None:
+        """Only requests with the same one share KV caches."""
 
     def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
         """How tokens are chosen; what the request leaves out comes from ``defaults``."""
@@ -304,7 +311,14 @@ def constrain(jobs: Sequence[Job], grammar: Grammar, gate: Gate) -> None:
 
 
 def make_jobs(
-    services: Services, entry: ModelEntry, body: Sampled, prompts: Sequence[Prompt], limit: int | None, *, param: str
+    services: Services,
+    request: RawRequest,
+    entry: ModelEntry,
+    body: Sampled,
+    prompts: Sequence[Prompt],
+    limit: int | None,
+    *,
+    param: str,
 ) -> list[Job]:
     """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long.
 
@@ -312,6 +326,7 @@ def make_jobs(
     """
     events: SimpleQueue[Event] = SimpleQueue()
     defaults = defaults_of(services, entry)
+    scope = prefix_scope("" if services.share_prefixes else request.client, body.cache_salt)
     most = limit
     if most is None:
         # As at OpenAI, whatever the context leaves room for.
@@ -324,7 +339,8 @@ def make_jobs(
         for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
             index = i * body.n_samples + k
-            jobs.append(Job(entry.name, prompt, replace(sampling, seed=seed), index, events, body.priority))
+            own = replace(sampling, seed=seed)
+            jobs.append(Job(entry.name, prompt, own, index, events, body.priority, scope=scope))
     return jobs
 
 

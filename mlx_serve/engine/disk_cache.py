@@ -57,25 +57,25 @@ class DiskCache:
 
 
 class DiskTier:
-    """The files of one model. Worker thread only."""
+    """The files of one model, those of each scope (whose requests may use them) for themselves. Worker thread only."""
 
     def __init__(self, store: CacheStore, identity: str) -> None:
         self._store = store
         self._identity = identity
         self._refused = False
 
-    def covers(self, tokens: Sequence[int], *, trimmable: bool) -> int:
+    def covers(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> int:
         """How many leading tokens the best file could give now."""
-        found = self._store.find(self._identity, cache_file.to_key(tokens), trimmable=trimmable)
+        found = self._store.find(self._owner(scope), cache_file.to_key(tokens), trimmable=trimmable)
         return found[1] if found is not None else 0
 
-    def find(self, tokens: Sequence[int], *, trimmable: bool) -> Found | None:
+    def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> Found | None:
         """The file that gives most leading tokens of a prompt, by the index alone.
 
         Of a cache that can be cut back (``trimmable`` says that this model's can, the file that its own still could)
         the longest common prefix counts; of another one all its tokens or none.
         """
-        found = self._store.find(self._identity, cache_file.to_key(tokens), trimmable=trimmable)
+        found = self._store.find(self._owner(scope), cache_file.to_key(tokens), trimmable=trimmable)
         return Found(found[1], cache_file.from_key(found[0].key), found[0]) if found is not None else None
 
     def load(self, found: Found) -> list[Any] | None:
@@ -93,7 +93,7 @@ class DiskTier:
             log.warning("prompt cache: a cache of %d bytes is not loaded: %r", entry.size, error)
             return None
 
-    def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
+    def save(self, tokens: Sequence[int], scope: str, cache: list[Any]) -> None:
         """Have the writer keep ``cache``, which holds exactly ``tokens`` and is evaluated.
 
         Writes nothing when a file covers it, when the writer is too far behind, or when mlx-lm has a kind of cache here
@@ -101,20 +101,20 @@ class DiskTier:
         """
         if self._refused or not tokens:
             return
-        key = cache_file.to_key(tokens)
+        key, owner = cache_file.to_key(tokens), self._owner(scope)
         trimmable = can_trim(cache)
-        if self._store.covers(self._store.entry(self._identity, key, trimmable=trimmable)):
+        if self._store.covers(self._store.entry(owner, key, trimmable=trimmable)):
             return
         try:
             layout, arrays = cache_state.take_apart(cache)
             n_bytes = sum(array.nbytes for array in arrays)
-            head = cache_file.head(Header(self._identity, key, trimmable, layout, n_bytes))
+            head = cache_file.head(Header(owner, key, trimmable, layout, n_bytes))
         except (cache_state.UnknownStateError, ValueError) as error:
             log.warning("prompt cache: this model's caches are not kept on disk: they hold %s", error)
             self._refused = True
             return
         size = cache_file.file_size(head, n_bytes)
-        entry = self._store.entry(self._identity, key, trimmable=trimmable, size=size)
+        entry = self._store.entry(owner, key, trimmable=trimmable, size=size)
         if not self._store.admit(entry):
             return
         try:
@@ -123,6 +123,9 @@ class DiskTier:
             log.warning("prompt cache: a cache of %d bytes is not saved: %r", size, error)
         else:
             self._store.put(entry, head, copies)
+
+    def _owner(self, scope: str) -> str:
+        return f"{self._identity} {scope}" if scope else self._identity
 
 
 def model_identity(path: Path, *extra: str, adapter: Path | None = None) -> str:

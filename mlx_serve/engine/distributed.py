@@ -168,6 +168,7 @@ def job_data(job: Job) -> dict[str, Any]:
         "sampling": asdict(replace(job.sampling, grammar=_unbound(job.sampling.grammar))),
         "index": job.index,
         "inputs": None if job.inputs is None else asdict(job.inputs),
+        "scope": job.scope,
     }
 
 
@@ -184,7 +185,9 @@ def job_of(data: dict[str, Any]) -> Job:
         sampling["grammar"] = Grammar(**sampling["grammar"])
     inputs = None if data["inputs"] is None else Inputs(**_frozen(data["inputs"]))
     prompt = Prompt(tuple(data["tokens"]))
-    return Job(data["model"], prompt, Sampling(**sampling), data["index"], SimpleQueue(), inputs=inputs)
+    job = Job(data["model"], prompt, Sampling(**sampling), data["index"], SimpleQueue(), inputs=inputs)
+    job.scope = data["scope"]
+    return job
 
 
 def _frozen(fields: dict[str, Any]) -> dict[str, Any]:

@@ -108,15 +108,14 @@ class BatchBackend(LoadedBackend):
             for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
                 waiting.remove(sequence)
                 if sequence.cache is not None and self._loaded.trimmable:
-                    self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache)
+                    self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache, sequence.scope)
                 # Those that it was compared with know of it until they begin.
                 sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
-        for uid in uids:
-            del self._decoding[uid]
-        for cache, tokens in kept.values():
-            self._loaded.prefix_cache.store(as_ids(tokens), cache)
+        gone = {uid: self._decoding.pop(uid) for uid in uids}
+        for uid, (cache, tokens) in kept.items():
+            self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)
 
     def plan_step(self, gap_s: float) -> StepPlan:
         """What the next step does."""
@@ -183,7 +182,7 @@ class BatchBackend(LoadedBackend):
         """Where the longest prefix of a prompt is to be had now: of a running sequence, or (None) of the kept ones."""
         cache = self._loaded.prefix_cache
         if prompt.cache_version != cache.version:
-            prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids)
+            prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids, prompt.scope)
         best: _Sequence | None = None
         best_n = prompt.n_kept
         if self._loaded.trimmable:
@@ -221,7 +220,7 @@ class BatchBackend(LoadedBackend):
             prompt.n_done = end
         if prompt.marks and end == prompt.marks[0]:
             prompt.marks.pop(0)
-            self._loaded.prefix_cache.store(prompt.ids[:end], copy.deepcopy(cache))
+            self._loaded.prefix_cache.store(prompt.ids[:end], copy.deepcopy(cache), prompt.scope)
         if not prompt.n_left:
             self._prompts.remove(prompt)
             self._prefilled.append(prompt)
@@ -231,7 +230,7 @@ class BatchBackend(LoadedBackend):
         """Give a prompt its cache, with what is there of it already."""
         cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
         if cache is None:
-            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids)
+            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids, prompt.scope)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
@@ -260,8 +259,9 @@ class BatchBackend(LoadedBackend):
         if self._loaded.trimmable:
             return []
         ids = prompt.ids
-        wanted = {self._loaded.prefix_cache.shared(ids), self._last_turn(ids)}
-        wanted |= {common(ids, other.ids) for other in self._prompts if other.cache is None}
+        wanted = {self._loaded.prefix_cache.shared(ids, prompt.scope), self._last_turn(ids)}
+        waiting = [other for other in self._prompts if other.cache is None and other.scope == prompt.scope]
+        wanted |= {common(ids, other.ids) for other in waiting}
         most = len(ids) - 1
         return sorted({min(mark, most) for mark in wanted if min(mark, most) >= prompt.n_done + _MIN_SHARED})
 
@@ -348,7 +348,7 @@ class BatchBackend(LoadedBackend):
         event = choice.event(response.token, response.finish_reason)
         if response.finish_reason is not None:
             del self._decoding[response.uid]
-            self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache)
+            self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache, sequence.scope)
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
@@ -383,8 +383,18 @@ class _Sequence:
         """Tokens to prefill: all but the last, which the generator takes."""
         return len(self.ids) - 1 - self.n_done
 
+    @property
+    def scope(self) -> str:
+        """Whose caches it may use, and leave its own to."""
+        return self.choice.job.scope
+
     def common(self, other: _Sequence) -> int:
-        """How much of the prompt is another one's too; never all of it, for one token has to be left."""
+        """How much of the prompt is another one's too; never all of it, for one token has to be left.
+
+        Nothing of a prompt of another scope: its client could find it out.
+        """
+        if other.scope != self.scope:
+            return 0
         if other not in self.in_common:
             self.in_common[other] = min(common(self.ids, other.ids), len(self.ids) - 1)
         return self.in_common[other]

@@ -39,24 +39,25 @@ class Found:
 
 
 class Tier(Protocol):
-    """Where prefixes go that should outlive the process."""
+    """Where prefixes go that should outlive the process. Those of one scope are never found under another."""
 
-    def covers(self, tokens: Sequence[int], *, trimmable: bool) -> int:
+    def covers(self, tokens: Sequence[int], scope: str, *, trimmable: bool) -> int:
         """How many leading tokens of a prompt the best file could give now."""
 
-    def find(self, tokens: Sequence[int], *, trimmable: bool) -> Found | None:
+    def find(self, tokens: Sequence[int], scope: str, *, trimmable: bool) -> Found | None:
         """The file that gives most leading tokens of a prompt."""
 
     def load(self, found: Found) -> list[Any] | None:
         """That very file's cache, with all tokens that it holds; None when it can't be read any more."""
 
-    def save(self, tokens: Sequence[int], cache: list[Any]) -> None:
+    def save(self, tokens: Sequence[int], scope: str, cache: list[Any]) -> None:
         """Keep a cache, soon."""
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
     ids: Ids
+    scope: str
     cache: list[Any]
     n_bytes: int
 
@@ -77,7 +78,8 @@ class PrefixCache:
     """At most ``max_sequences`` caches and ``max_bytes`` bytes, the least recently used given up first.
 
     ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is taken in and
-    lent only when its length is that of its tokens: one of another length would give wrong tokens, silently.
+    lent only when its length is that of its tokens: one of another length would give wrong tokens, silently. A prompt
+    of one scope never meets the caches of another: how much of it is cached would tell what others have sent.
     """
 
     def __init__(
@@ -97,24 +99,24 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def shared(self, ids: Ids) -> int:
+    def shared(self, ids: Ids, scope: str = "") -> int:
         """The longest prefix that any kept sequence has in common with a prompt, whether it can be reused or not."""
-        return max((common(entry.ids, ids) for entry in self._entries), default=0)
+        return max((common(entry.ids, ids) for entry in self._of(scope)), default=0)
 
-    def covers(self, ids: Ids) -> int:
+    def covers(self, ids: Ids, scope: str = "") -> int:
         """How many leading tokens of a prompt ``fetch`` would give: always fewer than all, for mlx-lm needs one."""
-        n = self._best(ids)[1]
+        n = self._best(ids, scope)[1]
         if self._tier is None:
             return n
-        n_on_disk = self._tier.covers(ids[:-1].tolist(), trimmable=self._trimmable)
+        n_on_disk = self._tier.covers(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return n_on_disk if _is_worth_reading(n_on_disk, n) else n
 
-    def fetch(self, ids: Ids) -> tuple[list[Any] | None, int]:
+    def fetch(self, ids: Ids, scope: str = "") -> tuple[list[Any] | None, int]:
         """A copy of the best cache for a prompt, and how many of its tokens it covers."""
-        entry, n = self._best(ids)
-        if (found := self._on_disk(ids, n)) is not None:
-            self._read(ids, found)
-            entry, n = self._best(ids)
+        entry, n = self._best(ids, scope)
+        if (found := self._on_disk(ids, scope, n)) is not None:
+            self._read(ids, scope, found)
+            entry, n = self._best(ids, scope)
         if entry is None:
             return None, 0
         self._touch(entry)
@@ -123,17 +125,17 @@ class PrefixCache:
         cut_back(cache, len(entry.ids) - n)
         if not is_whole(cache, n):
             self._drop(entry)
-            return self.fetch(ids)
+            return self.fetch(ids, scope)
         return cache, n
 
-    def store(self, ids: Ids, cache: list[Any]) -> None:
+    def store(self, ids: Ids, cache: list[Any], scope: str = "") -> None:
         """Keep ``cache``, which holds exactly these tokens."""
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
         # Unevaluated, it would be a view that keeps the whole batch's memory alive.
         mx.eval([layer.state for layer in cache])
-        if is_whole(cache, len(ids)) and self._add(ids, cache) and self._tier is not None:
-            self._tier.save(ids.tolist(), cache)
+        if is_whole(cache, len(ids)) and self._add(ids, scope, cache) and self._tier is not None:
+            self._tier.save(ids.tolist(), scope, cache)
 
     def shrink(self, max_bytes: int) -> None:
         """Give up the least recently used ones until no more than ``max_bytes`` are held."""
@@ -145,19 +147,22 @@ class PrefixCache:
         while len(self._entries) > n_sequences:
             self._evict()
 
-    def _best(self, ids: Ids) -> tuple[_Entry | None, int]:
+    def _best(self, ids: Ids, scope: str) -> tuple[_Entry | None, int]:
         most = len(ids) - 1
         best, best_n = None, MIN_TOKENS - 1
-        for entry in reversed(self._entries):
+        for entry in reversed(self._of(scope)):
             n = min(common(entry.ids, ids), most)
             if n > best_n and (n == len(entry.ids) or can_trim(entry.cache)):
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
-    def _add(self, ids: Ids, cache: list[Any]) -> bool:
+    def _of(self, scope: str) -> list[_Entry]:
+        return [entry for entry in self._entries if entry.scope == scope]
+
+    def _add(self, ids: Ids, scope: str, cache: list[Any]) -> bool:
         """False when another entry already gives all of it."""
         trims = can_trim(cache)
-        for entry in list(self._entries):
+        for entry in self._of(scope):
             n = common(entry.ids, ids)
             if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
                 self._touch(entry)
@@ -165,7 +170,7 @@ class PrefixCache:
             # A cache that trims makes its own prefixes superfluous.
             if trims and n == len(entry.ids):
                 self._drop(entry)
-        entry = _Entry(ids, cache, sum(layer.nbytes for layer in cache))
+        entry = _Entry(ids, scope, cache, sum(layer.nbytes for layer in cache))
         self._entries.append(entry)
         self.n_bytes += entry.n_bytes
         self.version += 1
@@ -187,14 +192,14 @@ class PrefixCache:
         self.n_bytes -= entry.n_bytes
         self.version += 1
 
-    def _on_disk(self, ids: Ids, n_in_memory: int) -> Found | None:
+    def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> Found | None:
         """The best file, when it gives so much more than memory that it is worth reading."""
         if self._tier is None:
             return None
-        found = self._tier.find(ids[:-1].tolist(), trimmable=self._trimmable)
+        found = self._tier.find(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return found if found is not None and _is_worth_reading(found.n_tokens, n_in_memory) else None
 
-    def _read(self, ids: Ids, found: Found) -> None:
+    def _read(self, ids: Ids, scope: str, found: Found) -> None:
         """Take what a file gives into memory."""
         assert self._tier is not None
         n, n_held = found.n_tokens, len(found.held)
@@ -203,7 +208,7 @@ class PrefixCache:
             return
         if n_held > n:
             trim_prompt_cache(cache, n_held - n)
-        self._add(ids[:n], cache)
+        self._add(ids[:n], scope, cache)
 
 
 def _is_worth_reading(n_on_disk: int, n_in_memory: int) -> bool:

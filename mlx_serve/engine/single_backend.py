@@ -152,7 +152,7 @@ class SingleBackend(LoadedBackend):
         return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
 
     def _cache(self, job: Job) -> tuple[list[Any], int]:
-        cache, n_cached = self._loaded.prefix_cache.fetch(as_ids(job.prompt.tokens))
+        cache, n_cached = self._loaded.prefix_cache.fetch(as_ids(job.prompt.tokens), job.scope)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
             if self._loaded.draft_model is not None:
@@ -201,7 +201,8 @@ class SingleBackend(LoadedBackend):
         self._budget.note(n, time.perf_counter() - started_s)
         if self._loaded.draft_model is not None and running.n_left == 1:
             # Later on the two models' caches hold different lengths.
-            self._loaded.prefix_cache.store(as_ids(running.tokens[:-1]), copy.deepcopy(running.cache))
+            kept = copy.deepcopy(running.cache)
+            self._loaded.prefix_cache.store(as_ids(running.tokens[:-1]), kept, running.choice.job.scope)
 
     def _models(self, cache: list[Any]) -> list[tuple[Any, list[Any]]]:
         if self._loaded.draft_model is None:
@@ -220,7 +221,7 @@ class SingleBackend(LoadedBackend):
         if isinstance(event, Failed) or finish is not None:
             self.remove([job])
             if self._loaded.draft_model is None:
-                self._loaded.prefix_cache.store(as_ids(running.tokens), running.cache)
+                self._loaded.prefix_cache.store(as_ids(running.tokens), running.cache, job.scope)
         return job, event
 
     def _finish(self, running: _Running, token: int) -> Literal["stop", "length"] | None:

@@ -6,6 +6,7 @@ Must not know: sockets, routes, bodies. Nothing the client sent is repeated in a
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import re
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,12 @@ def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, st
             code="invalid_api_key",
             headers=(("WWW-Authenticate", "Bearer"),),
         )
+
+
+def client(policy: AccessPolicy, headers: Mapping[str, str]) -> str:
+    """A digest of the key that let the request in, which tells clients apart; "" when no key is needed."""
+    fitting = [raw for raw, fits in _given_keys(policy, headers) if fits]
+    return hashlib.sha256(b"mlx-serve client\0" + fitting[0]).hexdigest() if fitting else ""
 
 
 def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
@@ -157,9 +164,15 @@ def _is_address(host: str) -> bool:
 
 
 def _key_given(policy: AccessPolicy, headers: Mapping[str, str]) -> bool:
-    """All keys are compared, each in constant time: neither which key nor how much of it fitted shows in the time."""
+    return not policy.api_keys or any(fits for _, fits in _given_keys(policy, headers))
+
+
+def _given_keys(policy: AccessPolicy, headers: Mapping[str, str]) -> list[tuple[bytes, bool]]:
+    """The keys that a request carries, and whether each is one of ours.
+
+    All keys are compared, each in constant time: neither which key nor how much of it fitted shows in the time.
+    """
     bearer = _BEARER.fullmatch(headers.get("authorization", ""))
     # Header text is latin-1, byte for byte; a key is configured as text and travels as UTF-8.
     given = [text.encode("latin-1") for text in (bearer[1] if bearer else None, headers.get("x-api-key")) if text]
-    fits = [hmac.compare_digest(raw, key.encode()) for raw in given for key in policy.api_keys]
-    return not policy.api_keys or any(fits)
+    return [(raw, sum(hmac.compare_digest(raw, key.encode()) for key in policy.api_keys) > 0) for raw in given]

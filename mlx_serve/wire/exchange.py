@@ -168,7 +168,10 @@ class Exchange:
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
         now, query = time.monotonic(), head.target.partition("?")[2]
-        return RawRequest(method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now, query)
+        client = access.client(self._setting.options.access, head.headers)
+        return RawRequest(
+            method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now, query, client
+        )
 
     def _receive_body(self, head: Head) -> bytes:
         options = self._setting.options

@@ -50,7 +50,7 @@ def through_disk(open_disk):
 
     def there_and_back(cache, tokens=(1, 2, 3)):
         disk = open_disk()
-        disk.tier("m").save(tokens, cache)
+        disk.tier("m").save(tokens, "", cache)
         disk.close(LONG_S)
         disk = open_disk()
         loaded = load(disk.tier("m"), tokens, trimmable=False)
@@ -273,7 +273,7 @@ def test_a_cache_can_be_cut_back_to_what_another_prompt_shares(open_disk):
     cache = make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=cache)
     disk = open_disk()
-    disk.tier("m").save(PROMPT, cache)
+    disk.tier("m").save(PROMPT, "", cache)
     assert disk.flush(LONG_S)
     other = [*PROMPT[:25], 3, 4, 5]
     tier = disk.tier("m")
@@ -300,12 +300,12 @@ def test_a_cache_can_be_cut_back_to_what_another_prompt_shares(open_disk):
 def test_only_what_can_be_cut_back_lends_a_part(open_disk, cache, can_trim):
     disk = open_disk()
     tier = disk.tier("m")
-    tier.save([1, 2, 3], [CACHES[cache]()])
+    tier.save([1, 2, 3], "", [CACHES[cache]()])
     assert disk.flush(LONG_S)
     assert tier.covers([1, 2, 9], trimmable=True) == (2 if can_trim else 0)
     assert tier.covers([1, 2, 3, 9], trimmable=True) == 3
     # A shorter one is needed by those that can't be cut back, and only by those.
-    tier.save([1, 2], [CACHES[cache]()])
+    tier.save([1, 2], "", [CACHES[cache]()])
     assert disk.flush(LONG_S)
     assert disk.counts()["files"] == (1 if can_trim else 2)
 
@@ -313,7 +313,7 @@ def test_only_what_can_be_cut_back_lends_a_part(open_disk, cache, can_trim):
 @pytest.mark.parametrize("identity", ["", "a b", "3 a", "\udc00", "x" * 10**5])
 def test_any_string_names_a_model(open_disk, identity):
     disk = open_disk()
-    disk.tier(identity).save([1, 2], [CACHES["kv"]()])
+    disk.tier(identity).save([1, 2], "", [CACHES["kv"]()])
     disk.close(LONG_S)
     disk = open_disk()
     assert load(disk.tier(identity), [1, 2]) is not None
@@ -325,13 +325,13 @@ def test_a_file_that_goes_between_search_and_read_is_not_replaced_by_another(ope
     tier = disk.tier("m")
     best, other = list(range(300)), [*range(200), *range(900, 1200)]
     for tokens in (best, other):
-        tier.save(tokens, [filled(KVCache(), len(tokens))])
+        tier.save(tokens, "", [filled(KVCache(), len(tokens))])
     assert disk.flush(LONG_S)
     cache = PrefixCache(10, None, tier=tier)
     find = tier.find
 
-    def find_and_lose(tokens, *, trimmable):
-        found = find(tokens, trimmable=trimmable)
+    def find_and_lose(tokens, scope, *, trimmable):
+        found = find(tokens, scope, trimmable=trimmable)
         disk._store._remove(found.file)
         return found
 
@@ -345,17 +345,36 @@ def test_a_file_that_goes_between_search_and_read_is_not_replaced_by_another(ope
 
 def test_models_do_not_see_each_other_s_files(open_disk):
     disk = open_disk()
-    disk.tier("a").save([1, 2], [CACHES["kv"]()])
+    disk.tier("a").save([1, 2], "", [CACHES["kv"]()])
     assert disk.flush(LONG_S)
     assert disk.tier("b").covers([1, 2], trimmable=True) == 0
     assert load(disk.tier("b"), [1, 2]) is None
     assert disk.tier("a").covers([1, 2], trimmable=True) == 2
 
 
+def test_files_of_one_scope_are_not_found_under_another(open_disk):
+    disk = open_disk()
+    tokens = list(range(200))
+    for scope in ("a", "b"):
+        cache = PrefixCache(10, None, tier=disk.tier("m"))
+        cache.store(as_ids(tokens), [filled(KVCache(), 200, seed=ord(scope))], scope)
+    disk.close(LONG_S)
+    disk = open_disk()
+    assert disk.counts()["files"] == 2
+    cache = PrefixCache(10, None, tier=disk.tier("m"))
+    prompt = as_ids([*tokens, 5])
+    assert [cache.covers(prompt, scope) for scope in ("", "a", "b", "c")] == [0, 200, 200, 0]
+    assert [cache.fetch(prompt, scope)[1] for scope in ("", "c")] == [0, 0]
+    for scope in ("a", "b"):
+        (back,), n = cache.fetch(prompt, scope)
+        assert n == 200
+        assert bare(back) == bare(filled(KVCache(), 200, seed=ord(scope)))
+
+
 def test_a_file_put_in_another_one_s_place_is_not_taken_for_it(open_disk, tmp_path):
     disk = open_disk()
     for identity in ("a", "b"):
-        disk.tier(identity).save([1, 2], [CACHES["kv"]()])
+        disk.tier(identity).save([1, 2], "", [CACHES["kv"]()])
     assert disk.flush(LONG_S)
     first, second = sorted((tmp_path / "c").glob("*.kv"))
     second.write_bytes(first.read_bytes())
@@ -365,7 +384,7 @@ def test_a_file_put_in_another_one_s_place_is_not_taken_for_it(open_disk, tmp_pa
 
 def test_nothing_is_saved_of_no_tokens(open_disk):
     disk = open_disk()
-    disk.tier("m").save([], [KVCache()])
+    disk.tier("m").save([], "", [KVCache()])
     assert disk.flush(LONG_S)
     assert disk.counts()["files"] == 0
 
@@ -373,7 +392,7 @@ def test_nothing_is_saved_of_no_tokens(open_disk):
 def test_when_the_writer_is_behind_nothing_is_copied(open_disk, monkeypatch):
     disk = open_disk(max_pending_bytes=100)
     monkeypatch.setattr(cache_state, "to_bytes", lambda arrays: pytest.fail("copied"))
-    disk.tier("m").save([1, 2], [CACHES["kv"]()])
+    disk.tier("m").save([1, 2], "", [CACHES["kv"]()])
     assert disk.counts()["skipped_large"] == 1
 
 
@@ -386,10 +405,10 @@ def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monke
     tier = disk.tier("m")
     with monkeypatch.context() as patch:
         patch.setattr(cache_state, "to_bytes", no_memory)
-        tier.save([1, 2], [CACHES["kv"]()])
+        tier.save([1, 2], "", [CACHES["kv"]()])
     assert "not saved" in caplog.text
     assert disk.counts()["pending_bytes"] == 0
-    tier.save([1, 2], [CACHES["kv"]()])
+    tier.save([1, 2], "", [CACHES["kv"]()])
     assert disk.flush(LONG_S)
     with monkeypatch.context() as patch:
         patch.setattr(cache_state, "put_together", no_memory)
@@ -401,7 +420,7 @@ def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monke
 def test_a_layout_over_the_limit_of_headers_is_not_kept(open_disk, monkeypatch, caplog):
     monkeypatch.setattr(cache_file, "_MAX_HEADER_BYTES", 100)
     disk = open_disk()
-    disk.tier("m").save([1, 2], [CACHES["kv"]()])
+    disk.tier("m").save([1, 2], "", [CACHES["kv"]()])
     assert disk.flush(LONG_S)
     assert disk.counts()["files"] == 0
     assert "header" in caplog.text
@@ -413,7 +432,7 @@ def test_the_thread_that_decodes_is_not_the_one_that_starts(open_disk):
     def work():
         tier = disk.tier("m")
         cache = CACHES["kv"]()
-        tier.save([1, 2], [cache])
+        tier.save([1, 2], "", [cache])
         assert disk.flush(LONG_S)
         (back,), _ = load(tier, [1, 2])
         return bare(back) == bare(cache)
@@ -450,7 +469,7 @@ def test_a_kind_that_is_not_known_is_said_once_and_not_kept(open_disk, caplog, m
     disk = open_disk()
     tier = disk.tier("m")
     for n in range(3):
-        tier.save([1, n], [make()])
+        tier.save([1, n], "", [make()])
     assert disk.flush(LONG_S)
     assert disk.counts()["files"] == 0
     assert [r.levelno for r in caplog.records] == [logging.WARNING]

@@ -36,8 +36,8 @@ def single_of(model, options=None, **kwargs):
     return SingleBackend(loaded(model, **kwargs), options or SingleOptions())
 
 
-def job(prompt, max_tokens=6, **sampling):
-    return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
+def job(prompt, max_tokens=6, scope="", **sampling):
+    return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue(), scope=scope)
 
 
 class Seen:
@@ -447,16 +447,16 @@ class Disk:
     def __init__(self, tokens, cache):
         self.tokens, self.cache, self.saved = tokens, cache, []
 
-    def covers(self, tokens, *, trimmable):
+    def covers(self, tokens, scope, *, trimmable):
         return common(ids(tokens), ids(self.tokens))
 
-    def find(self, tokens, *, trimmable):
-        return Found(self.covers(tokens, trimmable=trimmable), ids(self.tokens), None)
+    def find(self, tokens, scope, *, trimmable):
+        return Found(self.covers(tokens, scope, trimmable=trimmable), ids(self.tokens), None)
 
     def load(self, found):
         return self.cache
 
-    def save(self, tokens, cache):
+    def save(self, tokens, scope, cache):
         self.saved.append(tokens)
 
 
@@ -506,7 +506,7 @@ def test_of_a_file_only_a_prefix_of_the_prompt_is_taken(held):
     class Other(Disk):
         """Says that a file gives more than it does."""
 
-        def find(self, tokens, *, trimmable):
+        def find(self, tokens, scope, *, trimmable):
             return Found(180, ids(self.tokens), None)
 
     right = held[:180] == A * 9
@@ -539,3 +539,64 @@ def test_the_size_of_a_kv_cache_is_what_mlx_lm_makes_of_it(model):
         mx.eval([layer.state for layer in cache])
         real = sum(layer.nbytes for layer in cache)
         assert real <= size.bytes(len(SYSTEM) * 5) <= real * 1.5 + 100_000
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_kept_prompts_are_apart_for_each_scope(model, make):
+    seen = Seen(make(model))
+    seen.run(job(SYSTEM, scope="a"))
+    other, nobody, own = job(SYSTEM, scope="b"), job(SYSTEM), job(SYSTEM, scope="a")
+    want = fresh(make, model, SYSTEM)
+    assert [seen.run(one) for one in (other, nobody, own)] == [[want]] * 3
+    assert [seen.cached[one] for one in (other, nobody, own)] == [0, 0, len(SYSTEM) - 1]
+    assert seen.backend.n_cached == 3
+
+
+@pytest.mark.parametrize("n_done", [32, len(SYSTEM)])
+def test_nothing_is_shared_with_a_running_prompt_of_another_scope(model, n_done):
+    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    first = job(SYSTEM, 50, scope="a")
+    seen.backend.insert(first)
+    while (first not in seen.tokens) if n_done == len(SYSTEM) else seen.backend._prompts[0].n_done < n_done:
+        seen.step(StepPlan(16, decodes=n_done == len(SYSTEM)))
+    other, own = job([*SYSTEM, 9], scope="b"), job([*SYSTEM, 9], scope="a")
+    assert seen.run(other, own) == [fresh(batch_of, model, [*SYSTEM, 9])] * 2
+    assert seen.cached[other] == 0
+    assert seen.cached[own] > 0
+
+
+def test_a_cancelled_job_leaves_its_cache_to_its_own_scope(model):
+    seen = Seen(batch_of(model))
+    first = job(SYSTEM, 50, scope="a")
+    seen.backend.insert(first)
+    while first not in seen.tokens:
+        seen.step()
+    seen.backend.remove([first])
+    other, own = job([*SYSTEM, 9], scope="b"), job([*SYSTEM, 9], scope="a")
+    seen.run(other)
+    seen.run(own)
+    assert (seen.cached[other], seen.cached[own]) == (0, len(SYSTEM))
+
+
+def test_where_another_scope_s_prompts_part_no_copy_is_kept():
+    model = tiny_lfm2()
+    seen = Seen(batch_of(model, trimmable=False))
+    seen.run(job(SYSTEM, scope="a"))
+    # Within one scope the second prompt would show where prompts begin alike.
+    seen.run(job([*SYSTEM[:80], 1, 2, 3], scope="b"))
+    last = job([*SYSTEM[:80], 4, 5, 6], scope="b")
+    seen.run(last)
+    assert seen.cached[last] == 0
+    again = job([*SYSTEM[:80], 7, 8, 9], scope="b")
+    seen.run(again)
+    assert seen.cached[again] == 80
+
+
+def test_a_sequence_makes_none_of_another_scope_superfluous(layer):
+    cache = PrefixCache(10, None)
+    cache.store(ids(A), layer(), "a")
+    cache.store(ids(A, B), layer(), "b")
+    assert [cache.covers(ids(A, B, C), scope) for scope in ("a", "b", "c", "")] == [20, 40, 0, 0]
+    assert [cache.shared(ids(A, C), scope) for scope in ("a", "b", "c")] == [20, 20, 0]
+    assert cache.fetch(ids(A, B, C), "c") == (None, 0)
+    assert cache.fetch(ids(A, B, C), "b")[1] == 40

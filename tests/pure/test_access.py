@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_serve.core import ApiError
-from mlx_serve.wire.access import AccessPolicy, check, cors_fields, is_preflight, preflight_fields
+from mlx_serve.wire.access import AccessPolicy, check, client, cors_fields, is_preflight, preflight_fields
 
 OPEN = AccessPolicy()
 KEYS = AccessPolicy(api_keys=("sk-one", "sk-tw\u00f6"), open_paths=frozenset({"/health"}))
@@ -216,3 +216,15 @@ def test_a_preflight_names_the_fields_asked_for() -> None:
     assert fields["Access-Control-Allow-Headers"] == "authorization, content-type, x-stainless-os"
     assert int(fields["Access-Control-Max-Age"]) > 0
     assert preflight_fields(PAGES, {"origin": "https://evil.example"}, ["GET"]) == ()
+
+
+def test_a_client_is_told_by_the_key_that_let_it_in() -> None:
+    policy = AccessPolicy(api_keys=("one", "tw\u00f6"))
+    one = client(policy, {"authorization": "Bearer one"})
+    assert one == client(policy, {"x-api-key": "one"})
+    assert one == client(policy, {"authorization": "Bearer wrong", "x-api-key": "one"})
+    two = client(policy, {"x-api-key": "tw\u00f6".encode().decode("latin-1")})
+    assert len({one, two, client(policy, {"x-api-key": "wrong"})}) == 3
+    assert "one" not in one
+    assert client(policy, {}) == client(policy, {"x-api-key": "wrong"}) == ""
+    assert client(AccessPolicy(), {"authorization": "Bearer one"}) == ""

@@ -306,11 +306,11 @@ def test_a_job_survives_json():
         grammar=Grammar("start: /\ud800/", 5, compiled=object()),
         gate=Gate(waiting=True, until=(1, 2), exits=(3,)),
     )
-    sent = Job("m", Prompt((1, 2, 3)), sampling, 2, SimpleQueue())
+    sent = Job("m", Prompt((1, 2, 3)), sampling, 2, SimpleQueue(), scope="whose")
     received = job_of(json.loads(json.dumps(job_data(sent))))
     assert (received.model, received.prompt, received.sampling, received.index) == ("m", sent.prompt, sampling, 2)
     assert hash(received.sampling) == hash(sampling)
-    assert received.inputs is None
+    assert (received.inputs, received.scope) == (None, "whose")
 
 
 def test_inputs_survive_json():

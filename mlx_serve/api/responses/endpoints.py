@@ -53,7 +53,7 @@ def create(services: Services, request: RawRequest) -> Response:
         max_calls=body.max_calls,
         keeps_stop=body.include_stop_str_in_output,
     )
-    jobs = make_jobs(services, entry, body, [prompt], body.wanted_tokens, param="input")
+    jobs = make_jobs(services, request, entry, body, [prompt], body.wanted_tokens, param="input")
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     keep = keeper(services.responses, asked) if stored else lambda _: None
