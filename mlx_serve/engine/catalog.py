@@ -19,6 +19,7 @@ from huggingface_hub import scan_cache_dir, snapshot_download
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.architectures import architecture_fault
 from mlx_serve.engine.model_dir import read_object
 
 # mlx_lm.server's name for "the model of the command line".
@@ -57,6 +58,10 @@ class ModelEntry:
 
 class NotAModelError(Exception):
     """A directory that holds no model; the text is one line that says what is missing."""
+
+
+class UnknownTypeError(NotAModelError):
+    """A directory that holds a model which mlx-lm has no code for, such as a BERT embedder."""
 
 
 def read_entry(name: str, path: Path, adapter_path: Path | None = None) -> ModelEntry:
@@ -219,7 +224,9 @@ def _is_spelled_so(path: Path, n_parts: int) -> bool:
 
 def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
     try:
-        return read_entry(name, path)
+        return _loadable(name, path)
+    except UnknownTypeError:
+        raise _not_found(name) from None
     except NotAModelError:
         # Its text names the operator's paths: not for clients. Starting with --model on it tells the operator.
         raise ApiError(
@@ -262,9 +269,17 @@ def _hub_entries() -> Iterator[ModelEntry]:
 def _readable(name: str, path: Path) -> Iterator[ModelEntry]:
     # A listing leaves out what is no language model; asking for it by name says why.
     try:
-        yield read_entry(name, path)
+        yield _loadable(name, path)
     except NotAModelError:
         return
+
+
+def _loadable(name: str, path: Path) -> ModelEntry:
+    """What a client may name. Raises NotAModelError; a model that the operator names is told of when it is loaded."""
+    entry = read_entry(name, path)
+    if fault := architecture_fault(_read_config(path)):
+        raise UnknownTypeError(f"{path} cannot be loaded: {fault}")
+    return entry
 
 
 def _not_found(name: str | None) -> ApiError:

@@ -117,7 +117,6 @@ def test_models_take_turns_and_a_broken_one_hurts_nobody(root, scheduler, caplog
     [
         ("config.json", "{}"),
         ("config.json", json.dumps(CONFIG | {"num_attention_heads": 0})),
-        ("config.json", json.dumps({"model_type": "no_such_model", "vocab_size": 260})),
         ("config.json", json.dumps({"model_type": "llama", "vocab_size": 260})),
         ("model.safetensors", ""),
     ],

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import huggingface_hub
 import pytest
 
 from mlx_serve.core import ApiError
+from mlx_serve.engine.architectures import _known_types, architecture_fault
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit, read_entry
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}
@@ -252,6 +254,35 @@ def test_what_was_downloaded_is_served_by_its_repository_s_name(tmp_path, monkey
         catalog.find("mlx-community/Other")
     with pytest.raises(ApiError):
         catalog.find("mlx-community/../Tiny")
+
+
+def test_what_mlx_lm_has_no_code_for_is_no_model(root, monkeypatch):
+    monkeypatch.setattr("mlx_serve.engine.architectures._known_types", lambda: frozenset(["llama"]))
+    write(root / "embedder", CONFIG | {"model_type": "bert"})
+    own_code = write(root / "own", CONFIG | {"model_type": "new", "model_file": "new.py"})
+    catalog = Catalog(roots=[root])
+    listed = [entry.name for entry in catalog.entries()]
+    assert "embedder" not in listed
+    assert {*NAMES, "own"} <= set(listed)
+    assert catalog.find("own").path == own_code
+    with pytest.raises(ApiError) as refused:
+        catalog.find("embedder")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+    assert read_entry("embedder", root / "embedder").name == "embedder"
+
+
+def test_the_types_of_mlx_lm_are_found_without_importing_it():
+    pytest.importorskip("mlx_lm")
+    types = _known_types()
+    assert types >= {"llama", "qwen3", "gpt_oss", "mistral", "kimi_k2"}
+    assert not types & {"bert", "xlm-roberta", "nomic_bert"}
+
+
+def test_without_mlx_lm_no_type_is_unknown(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlx_lm", None)
+    assert _known_types.__wrapped__() == frozenset()
+    monkeypatch.setattr("mlx_serve.engine.architectures._known_types", _known_types.__wrapped__)
+    assert architecture_fault({"model_type": "bert"}) == ""
 
 
 @pytest.mark.parametrize(
