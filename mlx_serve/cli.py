@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, progress, ranked
+from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, progress, ranked, signals
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
@@ -82,15 +81,14 @@ def run() -> NoReturn:
     Before Python 3.13 a join returns while its thread is still on its way out. What MLX keeps for a thread is let go
     then, with the GIL, and when that falls into the interpreter's finalization the process aborts.
     """
-    # A shell has what it starts in the background ignore it, and the commands end by it.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdin, sys.stdout):
         # A file name or a model's answer may hold what the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
+        signals.unwind()
         status = main()
-    except SystemExit as usage:  # argparse's --help, --version and usage errors
+    except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM and SIGHUP
         status = usage.code if isinstance(usage.code, int) else 1
     except KeyboardInterrupt:  # before ``serve`` has its own handler: while a model is fetched or built
         status = 128 + signal.SIGINT
@@ -134,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse(error: Exception) -> int:
     """Say why there is no server any more; gives the exit status."""
-    print(f"mlx-serve: {error}", file=sys.stderr)
+    logs.say(f"mlx-serve: {error}")
     return 1
 
 
@@ -145,7 +143,7 @@ def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, rank
         leader = Leader(store, ranks, stop.set, settings.prompt_cache_bytes)
         serve(settings, catalog, leader, peers=leader, stop=stop)
     else:
-        _stop_on_signals(ranks.leaving)
+        signals.stop_on_signals(ranks.leaving)
         ranked.follow(store, ranks)
 
 
@@ -246,7 +244,7 @@ def serve(
     server = http_options.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
-    _stop_on_signals(stop)
+    signals.stop_on_signals(stop)
     accepting = threading.Thread(target=server.serve_forever, name="http-accept")
     worker.start()
     accepting.start()
@@ -333,29 +331,13 @@ def _raise_descriptor_limit(n_connections: int) -> None:
     """macOS gives a process 256 descriptors by default: fewer than --max-connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = n_connections + _OTHER_DESCRIPTORS
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _stop_on_signals(stop: threading.Event) -> None:
-    """``stop`` is set by SIGINT and SIGTERM; a second one ends the process at once.
-
-    By a thread that reads what the C handler writes: a signal that comes just before the main thread blocks on a lock
-    does not wake it, and its Python handler would wait with it.
-    """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd(theirs.fileno())
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    threading.Thread(target=_watch_signals, args=(ours, theirs, stop), name="signals", daemon=True).start()
-
-
-def _watch_signals(ours: socket.socket, _theirs: socket.socket, stop: threading.Event) -> None:
-    ours.recv(1)
-    stop.set()
-    os._exit(128 + ours.recv(1)[0])
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        text = "%d files may be open at a time (ulimit -Hn), which is too few for --max-connections %d: %d are needed"
+        log.warning(text, most, n_connections, wanted)
 
 
 def _wait_until_ready(worker: Worker, stop: threading.Event) -> None:

@@ -165,7 +165,10 @@ class Config:
     )
     api_key_file: str | None = flag(_ACCESS, None, "file with a key a line", parse=file_path)
     allowed_origins: tuple[str, ...] = flag(
-        _ACCESS, (), "browser origins that may call, comma-separated; '*': any", parse=comma_list
+        _ACCESS,
+        (),
+        "browser origins that may call, comma-separated; scheme://*: all of a scheme, *: any",
+        parse=comma_list,
     )
     allowed_hosts: tuple[str, ...] = flag(
         _ACCESS,
@@ -191,7 +194,9 @@ class Config:
         _LIMITS, 2**20, "most values in a JSON body, counted as its brackets and commas", parse=int, low=1024
     )
     max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
-    max_connections: int = flag(_LIMITS, 512, "open connections; beyond it new ones get 503", parse=int, low=1)
+    max_connections: int = flag(
+        _LIMITS, 512, "open connections; beyond it the slowest client's closes, or new ones get 503", parse=int, low=1
+    )
     head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)
     body_timeout: float = flag(_LIMITS, 300.0, "seconds to send a request's body", parse=float, low=0.1)
     body_min_rate: int = flag(_LIMITS, 256, "bytes per second that a body must come at", parse=int, low=0)
@@ -199,7 +204,7 @@ class Config:
         _LIMITS, 600.0, "seconds a connection may wait for its next request", parse=float, low=0.1
     )
     write_timeout: float = flag(
-        _LIMITS, 60.0, "seconds in which a client must take what it is sent", parse=float, low=0.1
+        _LIMITS, 60.0, "seconds without a client taking anything of its reply", parse=float, low=0.1
     )
     queue_timeout: float = flag(_LIMITS, 600.0, "seconds that a request may wait for its turn", parse=float, low=0.1)
     request_timeout: float = flag(_LIMITS, 0.0, "seconds that a request may take in all; 0: any", parse=float, low=0)

@@ -87,11 +87,11 @@ class ClientGone(Exception):
 class RawRequest:
     """One HTTP request, read whole, before anything looked into its body.
 
-    ``path`` is percent-decoded and without the query, which is in ``query`` as it came. ``headers`` has lower-case
-    names; a repeated field is joined with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects
-    what the layers above want in this request's log line (model, token counts, finish reason). ``received_at`` is when
-    the last byte was here, on the monotonic clock. ``client`` is a digest of the API key that let it in; "": none is
-    needed.
+    ``path`` is without the query, which is in ``query`` as it came. It is percent-decoded but for "%2F" and "%25":
+    whoever takes a part of it as a name decodes these. ``headers`` has lower-case names; a repeated field is joined
+    with ", ". ``alive()`` tells whether the client still waits. ``notes`` collects what the layers above want in this
+    request's log line (model, token counts, finish reason). ``received_at`` is when the last byte was here, on the
+    monotonic clock. ``client`` is a digest of the API key that let it in; "": none is needed.
     """
 
     method: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,8 @@ from mlx_serve.wire.server import Server
 # Open without a key, and while the server drains.
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/v1/ready"})
 # The page and Prometheus ask every few seconds.
+# Exactly what browsers send, or "scheme://*".
+_ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://(?:\*|[^*/?#@\s]*)")
 QUIET_PATHS = frozenset({"/stats", "/v1/stats", "/metrics", "/v1/metrics"})
 
 
@@ -38,6 +41,7 @@ def bind(settings: Config, app: Application, on_end: Callable[[RequestLog], None
 def options(settings: Config) -> ServerOptions:
     """The HTTP layer's options."""
     _check_tls(settings)
+    _check_origins(settings)
     return ServerOptions(
         address=(settings.host, settings.port),
         uds=settings.uds,
@@ -47,6 +51,7 @@ def options(settings: Config) -> ServerOptions:
             allowed_origins=settings.allowed_origins,
             allowed_hosts=settings.allowed_hosts,
             loopback_only=is_loopback(settings) and settings.uds is None,
+            is_tls=settings.tls_cert is not None,
             # The page holds nothing: what it shows it asks for, with the key.
             open_paths=OPEN_PATHS | page.PATHS if settings.ui else OPEN_PATHS,
         ),
@@ -97,3 +102,11 @@ def _check_tls(settings: Config) -> None:
     for path in (settings.tls_cert, settings.tls_key):
         if path is not None and not Path(path).is_file():
             raise StartError(f"TLS file not found: {path}")
+
+
+def _check_origins(settings: Config) -> None:
+    for origin in settings.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            # It would never be the origin of a page, and keep all of them out without a word.
+            form = "scheme://host, scheme://host:port, scheme://* or *, without a path"
+            raise StartError(f"--allowed-origins: {origin!r} is no origin; write {form}")

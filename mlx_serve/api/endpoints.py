@@ -48,6 +48,10 @@ class Api:
             return frozenset({"GET"})
         return frozenset(method for method, route in ROUTES if _matches(route, path))
 
+    def takes_body(self, method: str, path: str) -> bool:
+        """Whether this method of the route needs a request body."""
+        return not any(method == m and _matches(route, path) for m, route in BODILESS)
+
     def __call__(self, request: RawRequest) -> Response:
         """Answer a request. Raises ApiError, and ClientGone when nobody waits any more."""
         if request.path in self._services.page:
@@ -195,6 +199,9 @@ ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("GET", "/metrics"): status.prometheus_metrics,
     ("GET", "/"): root,
 }
+
+# Routes of methods that send content, which need none.
+BODILESS = frozenset({("POST", "/responses/{id}/cancel")})
 
 
 @dataclass(frozen=True, slots=True)

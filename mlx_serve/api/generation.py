@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any, Literal
 
 from mlx_serve.core import (
@@ -112,11 +114,17 @@ class Generation:
             # What has not ended by now has failed.
             self._trace.close(failed=True)
             self.cancel()
+            self._count_untaken()
 
     @property
     def cached_tokens(self) -> int:
         """Of the first job's prompt; asked before the iteration, and 0 while it has not left the queue."""
         return self._early.cached_tokens if isinstance(self._early, Started) else 0
+
+    @property
+    def usages(self) -> dict[int, Usage]:
+        """What each choice has come to so far."""
+        return {index: choice.usage() for index, choice in self._choices.items()}
 
     def cancel(self) -> None:
         """Free the places of the jobs that have not ended."""
@@ -146,6 +154,14 @@ class Generation:
                     self.finishes.append(choice.finish)
                     self._trace.ended(choice.finish.reason)
                     self._end(event)
+
+    def _count_untaken(self) -> None:
+        """The tokens that were made while a client did not take those before them, and then left."""
+        with suppress(Empty):
+            while True:
+                event = self._events.get_nowait()
+                if isinstance(event, TokenEvent) and event.index in self._jobs:
+                    self._choices[event.index].n_tokens += 1
 
     def _follow(self, event: Event) -> None:
         if isinstance(event, Started):
@@ -305,8 +321,11 @@ class _Choice:
         reason: FinishReason = "stop" if self._is_over() else finish or "stop"
         if self.n_calls and reason == "stop":
             reason = "tool_calls"
-        usage = Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
-        return Finish(self.job.index, reason, usage, self.cutter.match)
+        return Finish(self.job.index, reason, self.usage(), self.cutter.match)
+
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
 
 
 class _Logprobs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 from mlx_serve.api.serving import Services, context_tokens, json_response
 from mlx_serve.core import ApiError, RawRequest, Response
@@ -34,7 +34,8 @@ def list_models(services: Services, request: RawRequest) -> Response:
 
 def get_model(services: Services, request: RawRequest) -> Response:
     """GET /v1/models/{id}"""
-    name = request.path.removeprefix("/models/")
+    # A slash in a name may come escaped, which the path still is.
+    name = unquote(request.path.removeprefix("/models/"))
     return json_response(_model_object(services, *services.catalog.look_up(name), services.scheduler.health().models))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -91,7 +91,7 @@ def fold(
     for delta in deltas:
         if not isinstance(delta, Beat):
             choices[delta.index].add(delta)
-    usage = total_usage([choice.finish for choice in choices if choice.finish], n_per_prompt)
+    usage = total_usage({choice.index: choice.finish.usage for choice in choices if choice.finish}, n_per_prompt)
     if n_kept is not None:
         choices = best(choices, n_per_prompt, n_kept)
     return renderer.whole(choices, usage)
@@ -118,7 +118,7 @@ def stream(
     renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int, *, include_usage: bool
 ) -> Iterator[bytes]:
     """The reply as server-sent events, one write each."""
-    finishes: list[Finish] = []
+    usages: dict[int, Usage] = {}
 
     def event(chunk: dict[str, Any]) -> bytes:
         return sse.event(dumps(chunk | {"usage": None} if include_usage else chunk))
@@ -130,23 +130,21 @@ def stream(
             yield sse.comment("keep-alive")
             continue
         if isinstance(delta, Finish):
-            finishes.append(delta)
+            usages[delta.index] = delta.usage
         yield from map(event, renderer.chunks(delta))
     if include_usage:
-        yield sse.event(dumps(renderer.usage_chunk(total_usage(finishes, n_per_prompt))))
+        yield sse.event(dumps(renderer.usage_chunk(total_usage(usages, n_per_prompt))))
     yield sse.DONE
 
 
-def total_usage(finishes: Iterable[Finish], n_per_prompt: int) -> Usage:
-    """Tokens of all choices; those that share a prompt count it once."""
-    ordered = sorted(finishes, key=lambda finish: finish.index)
-    firsts = [finish.usage for finish in ordered if finish.index % n_per_prompt == 0]
-    every = [finish.usage for finish in ordered]
+def total_usage(usages: Mapping[int, Usage], n_per_prompt: int) -> Usage:
+    """Tokens of all choices, by their index; those that share a prompt count it once."""
+    firsts = [usage for index, usage in usages.items() if index % n_per_prompt == 0]
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-        completion_tokens=sum(usage.completion_tokens for usage in every),
+        completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in every),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages.values()),
     )
 
 

@@ -159,7 +159,11 @@ class Reply:
         generation = Generation(
             self.services.scheduler, tokenizer, self.jobs, self.options, self.request.alive, self._trace()
         )
-        generation.submit()
+        try:
+            generation.submit()
+        except (ApiError, ClientGone):
+            self._note(generation)
+            raise
         if self.is_stream:
             return Response(200, _Stream(self._stream(writer, generation), generation), "text/event-stream")
         try:
@@ -196,8 +200,8 @@ class Reply:
             self._note(generation)
 
     def _note(self, generation: Generation) -> None:
-        """For the log."""
-        usage = render.total_usage(generation.finishes, self.n_per_prompt)
+        """For the log, which also tells of what was made for a client that has left."""
+        usage = render.total_usage(generation.usages, self.n_per_prompt)
         reasons = {finish.reason for finish in generation.finishes}
         self.request.notes.update(
             model=self.entry.name,

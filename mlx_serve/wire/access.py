@@ -17,7 +17,9 @@ from mlx_serve.core import ApiError
 
 Fields = tuple[tuple[str, str], ...]
 
-_ORIGIN = re.compile(r"(https?)://([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+# A page's own server has one of these origins; extensions and apps have others (chrome-extension://, app://, file://).
+_WEB_ORIGIN = re.compile(r"(https?)://([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://[A-Za-z0-9._~:\[\]-]*")
 _BEARER = re.compile(r"bearer +(.+)", re.IGNORECASE)
 _FIELD_NAME = re.compile(r"[A-Za-z0-9-]{1,64}")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -29,14 +31,22 @@ _PREFLIGHT_MAX_AGE_S = 600
 class AccessPolicy:
     """Empty tuples: no key needed, no foreign origin let in, every host name taken (unless ``loopback_only``).
 
-    ``allowed_origins`` and ``allowed_hosts`` may be ("*",). A host without a port stands for every port.
+    ``allowed_origins`` and ``allowed_hosts`` may be ("*",); an origin may be ``scheme://*``. A host without a port
+    stands for every port. ``is_tls``: connections are secured.
     """
 
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     loopback_only: bool = True
+    is_tls: bool = False
     open_paths: frozenset[str] = frozenset()
+
+
+def check_scheme(policy: AccessPolicy, scheme: str) -> None:
+    """RFC 9110 7.4: an https resource must be refused on a connection that is not secured."""
+    if scheme == "https" and not policy.is_tls:
+        raise ApiError(421, "this connection is not secured: an https target is not served on it (RFC 9110 7.4)")
 
 
 def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, str], authority: str | None) -> None:
@@ -96,9 +106,13 @@ def _allowed_fields(headers: Mapping[str, str]) -> list[str]:
 
 
 def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
+    if origin in policy.allowed_origins:
+        return True
+    # Only what has the form of an origin is repeated in the reply.
+    match = _ORIGIN.fullmatch(origin)
     if "*" in policy.allowed_origins:
-        return origin == "null" or _ORIGIN.fullmatch(origin) is not None
-    return origin in policy.allowed_origins
+        return origin == "null" or match is not None
+    return match is not None and f"{match[1].lower()}://*" in policy.allowed_origins
 
 
 def _check_own_page(policy: AccessPolicy, origin: str, authority: str | None) -> None:
@@ -124,7 +138,7 @@ def _rebindable(policy: AccessPolicy, authority: str) -> bool:
 
 def _same_origin(origin: str, authority: str | None) -> bool:
     """Whether the page came from this server itself. Whether that name may be ours is the host check's affair."""
-    match = _ORIGIN.fullmatch(origin)
+    match = _WEB_ORIGIN.fullmatch(origin)
     if match is None or authority is None:
         return False
     scheme, host, port = match.groups()

@@ -9,11 +9,12 @@ import re
 
 from mlx_serve.core import ApiError, Response
 from mlx_serve.wire import access
-from mlx_serve.wire.framing import Head
+from mlx_serve.wire.framing import Head, Refusal
 from mlx_serve.wire.options import Application
 
 # Case-sensitive (RFC 9110 9.1). Not TRACE: it would send a proxy's added fields, keys too, back to a page.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_WITH_CONTENT = frozenset({"POST", "PUT", "PATCH"})
 
 # Media types that can only be a mistake. No list of the right ones: clients send JSON as form data (curl
 # --data-binary), as text, and with no type at all.
@@ -23,11 +24,12 @@ _NOT_JSON = re.compile(
 
 
 def admit(application: Application, policy: access.AccessPolicy, head: Head, draining: bool) -> Response | None:
-    """None: read the body and run it. A Response: this is the answer already. Raises ApiError to refuse.
+    """None: read the body and run it. A Response: this is the answer already. Raises ApiError or Refusal to refuse.
 
     The order decides which fault is told: nobody learns about routes who may not ask at all.
     """
-    # 1. Host, Origin, key.
+    # 1. Scheme, Host, Origin, key.
+    access.check_scheme(policy, head.scheme)
     access.check(policy, head.method, head.path, head.headers, head.authority)
     # 2. Shutting down. Health checks are still answered, or the truth could not be told.
     if draining and head.path not in policy.open_paths:
@@ -45,9 +47,20 @@ def admit(application: Application, policy: access.AccessPolicy, head: Head, dra
     if head.method not in methods:
         allow = (("Allow", ", ".join(methods)),)
         raise ApiError(405, "this route does not have this method", code="method_not_supported", headers=allow)
-    # 6. The kind of content.
+    # 6. Whether there is content where it is needed, and its kind.
+    if length_is_missing(head) and application.takes_body(head.method, head.path):
+        raise Refusal(411, "a Content-Length or Transfer-Encoding field is required (RFC 9110 15.5.12)")
     _check_content(head)
     return None
+
+
+def length_is_missing(head: Head) -> bool:
+    """Whether a method that sends content does not say where it ends.
+
+    RFC 9112 6.3 has it end at once, and `curl -X POST` means that. A broken client may send a body all the same:
+    what follows must not be taken for its next request.
+    """
+    return head.body is None and head.method in _WITH_CONTENT
 
 
 def unavailable(message: str, code: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""One accepted socket: reading and writing under deadlines, telling whether the peer is there, closing politely.
+"""One accepted socket: reading and writing under deadlines, telling whether the peer is there and how slow, closing.
 
 Knows sockets and clocks; must not know HTTP.
 """
@@ -54,19 +54,26 @@ def hang_up(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
 
 
 class Channel:
-    """``leftover`` holds bytes read past the end of a request; they are the next read."""
+    """``leftover`` holds bytes read past the end of a request; they are the next read.
+
+    ``evict`` and ``write_pace`` may be called from any thread, the rest belongs to the connection's own.
+    """
 
     def __init__(self, sock: socket.socket, write_timeout_s: float) -> None:
-        self._sock = sock
+        self.sock = sock
         self._write_timeout_s = write_timeout_s
         self._gone = False
+        self._evicted = False
+        # When the write that is under way began, and how much had been written then.
+        self._write_began: tuple[float, int] | None = None
         self.leftover = b""
+        self.n_read = 0
         self.n_written = 0
 
     def handshake(self, timeout_s: float) -> None:
-        if isinstance(self._sock, ssl.SSLSocket):
-            self._sock.settimeout(timeout_s)
-            self._sock.do_handshake()
+        if isinstance(self.sock, ssl.SSLSocket):
+            self.sock.settimeout(timeout_s)
+            self.sock.do_handshake()
 
     def read(self, deadline: float) -> bytes:
         """Some bytes, b"" at the end; TimeoutError at the deadline (of time.monotonic), ClientGone on a reset."""
@@ -77,48 +84,85 @@ class Channel:
         if left_s <= 0:
             raise TimeoutError
         try:
-            self._sock.settimeout(left_s)
-            return self._sock.recv(_READ_BYTES)
+            self.sock.settimeout(left_s)
+            raw = self.sock.recv(_READ_BYTES)
         except TimeoutError:
             raise
         except OSError as error:
-            raise ClientGone(type(error).__name__) from None
+            raise self._client_gone(error) from None
+        if self._evicted:
+            raise self._client_gone(None)
+        self.n_read += len(raw)
+        return raw
+
+    def discard_ready(self, n_bytes: int) -> bool:
+        """Drops so many bytes if all of them are already here; waits for none."""
+        with suppress(OSError):  # no more is here, or the client is gone: then the next write will tell
+            self.sock.settimeout(0)
+            while len(self.leftover) < n_bytes and (raw := self.sock.recv(_READ_BYTES)):
+                self.n_read += len(raw)
+                self.leftover += raw
+        if len(self.leftover) < n_bytes:
+            return False
+        self.leftover = self.leftover[n_bytes:]
+        return True
 
     def write(self, raw: bytes) -> None:
-        """All of it, or ClientGone: a client that takes nothing until the time is up counts as gone."""
+        """All of it, or ClientGone: a client that takes nothing for the whole of the write time-out counts as gone."""
+        unsent = memoryview(raw)
+        self._write_began = time.monotonic(), self.n_written
         try:
-            self._sock.settimeout(self._write_timeout_s)
-            self._sock.sendall(raw)
+            # The limit of each send: whoever takes something, however little, gets the whole time again.
+            self.sock.settimeout(self._write_timeout_s)
+            while unsent:
+                n_sent = self.sock.send(unsent)
+                self.n_written += n_sent
+                unsent = unsent[n_sent:]
         except OSError as error:
             self._gone = True
-            raise ClientGone(type(error).__name__) from None
-        self.n_written += len(raw)
+            raise self._client_gone(error) from None
+        finally:
+            self._write_began = None
+
+    def write_pace(self, now: float, min_s: float) -> float | None:
+        """Bytes per second that the client takes of a write that has lasted ``min_s``; None: there is no such write."""
+        began = self._write_began
+        if began is None or now - began[0] < min_s:
+            return None
+        return (self.n_written - began[1]) / (now - began[0])
+
+    def evict(self) -> None:
+        """Ends the connection to make room for another one: whatever its thread waits for raises ClientGone."""
+        self._evicted = True
+        hang_up(self.sock)
+
+    def _client_gone(self, error: OSError | None) -> ClientGone:
+        return ClientGone("evicted" if self._evicted else type(error).__name__)
 
     def peer(self) -> Peer:
         # Remembered, since the system reports the error of a socket only once.
-        self._gone = self._gone or (peer := peer_of(self._sock)) == "gone"
+        self._gone = self._gone or (peer := peer_of(self.sock)) == "gone"
         return "gone" if self._gone else peer
 
-    def finish(self, linger_s: float, max_bytes: int) -> None:
-        """Ends our side, then takes in what still comes, within bounds, until the client ends its own.
+    def finish(self, silence_s: float, linger_s: float) -> None:
+        """Ends our side, then drops what still comes until the client ends its own, is silent, or takes too long.
 
         Closing with unread bytes makes the system send a reset, which can destroy the reply before the client has
-        read it (RFC 9112 9.6).
+        read it (RFC 9112 9.6). Many clients begin to read when all of their body is sent; a reset in the middle of that
+        is to a client with TLS a breach of its protocol, after which it does not read at all.
         """
         with suppress(OSError, ValueError):  # a peer that is gone needs no close_notify
             self._close_notify()
-        hang_up(self._sock, socket.SHUT_WR)
+        hang_up(self.sock, socket.SHUT_WR)
         deadline = time.monotonic() + linger_s
         with suppress(OSError):  # time is up, or the peer has reset: either way there is no more to wait for
-            while max_bytes > 0 and (left_s := deadline - time.monotonic()) > 0:
-                self._sock.settimeout(left_s)
-                raw = socket.socket.recv(self._sock, _READ_BYTES)
-                if not raw:
+            while (left_s := deadline - time.monotonic()) > 0:
+                self.sock.settimeout(min(silence_s, left_s))
+                if not socket.socket.recv(self.sock, _READ_BYTES):
                     break
-                max_bytes -= len(raw)
 
     def _close_notify(self) -> None:
-        if isinstance(self._sock, ssl.SSLSocket):
+        if isinstance(self.sock, ssl.SSLSocket):
             # Not waiting for the peer's own: what it still sends is thrown away unread.
-            self._sock.settimeout(0)
-            self._sock.unwrap()
+            self.sock.settimeout(0)
+            self.sock.unwrap()

@@ -8,6 +8,8 @@
             Exchange.run                      running: a drain waits for it
     finish                                    lingering close
 
+A connection that waits for its client may be hung up at any time to make room for another one (roster.py).
+
 A BaseHTTPRequestHandler whose own header parser is not used: it drops a Content-Length behind a line without a colon,
 takes the last of two, and bare line feeds. Command, path and headers are set from a head that framing.py has judged.
 """
@@ -15,9 +17,9 @@ takes the last of two, and bare line feeds. Command, path and headers are set fr
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from email.message import Message
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer
 
@@ -35,16 +37,15 @@ class Connection(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def __init__(
-        self, sock: socket.socket, client: tuple[str, int], server: BaseServer, setting: Setting, roster: Roster
+        self, channel: Channel, client: tuple[str, int], server: BaseServer, setting: Setting, roster: Roster
     ) -> None:
-        self._sock = sock
         self._setting = setting
         self._roster = roster
-        self._channel = Channel(sock, setting.options.write_timeout_s)
+        self._channel = channel
         self._n_requests = 0
         self._linger = False
         # Serves the connection from here to its end.
-        super().__init__(sock, client, server)
+        super().__init__(channel.sock, client, server)
 
     def setup(self) -> None:
         """Nothing: the channel stands in for rfile and wfile."""
@@ -64,9 +65,10 @@ class Connection(BaseHTTPRequestHandler):
             return
         if isinstance(asked, Head):
             self._adopt(asked)
-        self._roster.begin(self._sock)
+        self._roster.begin(self._channel)
+        stage = partial(self._roster.stage, self._channel)
         try:
-            ending = Exchange(self._setting, self._channel, self._client(), asked).run()
+            ending = Exchange(self._setting, self._channel, self._client(), asked, stage).run()
         finally:
             self._roster.end()
         self.close_connection = ending != "kept"
@@ -74,8 +76,9 @@ class Connection(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         if self._linger:
+            self._roster.stage(self._channel, "lingering")
             options = self._setting.options
-            self._channel.finish(options.linger_s, options.limits.max_body_bytes)
+            self._channel.finish(options.linger_silence_s, options.linger_s)
 
     def address_string(self) -> str:
         return self.client_address[0]
@@ -99,10 +102,10 @@ class Connection(BaseHTTPRequestHandler):
         options = self._setting.options
         wait_s = options.idle_timeout_s if self._n_requests else options.head_timeout_s
         # Pipelined bytes are a request that is already here.
-        if self._n_requests and not self._channel.leftover and not self._roster.rest(self._sock):
+        if self._n_requests and not self._channel.leftover and not self._roster.rest(self._channel):
             return b""
         raw = self._channel.read(time.monotonic() + wait_s)
-        self._roster.wake(self._sock)
+        self._roster.stage(self._channel, "head")
         return raw
 
     def _adopt(self, head: Head) -> None:

@@ -24,8 +24,8 @@ from typing import Literal, TypeAlias
 
 from mlx_serve.core import ApiError, ClientGone, RawRequest, Response, internal_error
 from mlx_serve.wire import access
-from mlx_serve.wire.admission import admit, check_expectation
-from mlx_serve.wire.body import LengthBody, body_decoder
+from mlx_serve.wire.admission import admit, check_expectation, length_is_missing
+from mlx_serve.wire.body import body_decoder
 from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import Head, Refusal
@@ -33,6 +33,7 @@ from mlx_serve.wire.intake import receive_body
 from mlx_serve.wire.log import RequestLog, log_request
 from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Fields, Manner, Reply
+from mlx_serve.wire.roster import State
 
 # Kept: the next byte begins a request. Gone: there is nobody to be polite to.
 Ending: TypeAlias = Literal["kept", "closed", "gone"]
@@ -43,7 +44,7 @@ _log = logging.getLogger("mlx_serve.wire")
 OPENAI_VERSION = "2020-10-01"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# Up to this size a refused body is read, so that the connection can be kept.
+# Up to this size a refused body that is already here is dropped, so that the connection can be kept.
 _MAX_DISCARD_BYTES = 64 * 1024
 # Of a body, at log level DEBUG.
 _MAX_LOGGED_BYTES = 4096
@@ -62,12 +63,22 @@ class Setting:
 
 
 class Exchange:
-    def __init__(self, setting: Setting, channel: Channel, client: str, asked: Head | Refusal) -> None:
+    """``stage`` is told what the request waits for: its own body, or its answer."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        channel: Channel,
+        client: str,
+        asked: Head | Refusal,
+        stage: Callable[[State], None],
+    ) -> None:
         self._started = time.monotonic()
         self._setting = setting
         self._channel = channel
         self._client = client
         self._asked = asked
+        self._stage = stage
         self._head = asked if isinstance(asked, Head) else None
         self._request_id = _request_id(self._head)
         self._reply = Reply(channel, self._writable)
@@ -77,7 +88,8 @@ class Exchange:
         # Of the budget for all bodies.
         self._n_held = 0
         # Where the body ends is known and it has been read up to there: the next byte begins a request.
-        self._in_step = self._head is not None and self._head.body in (None, 0)
+        head = self._head
+        self._in_step = head is not None and head.body in (None, 0) and not length_is_missing(head)
         self._kept = False
         self._n_probes = 0
         self._probed_at = 0.0
@@ -104,34 +116,23 @@ class Exchange:
     def alive(self) -> bool:
         """Whether the client may still read. To be called on the thread of the request."""
         peer = self._channel.peer()
-        if peer == "gone":
-            return False
-        if peer == "open":
-            return True
-        if self._reply.head_sent:
-            # Without anything to write the end of the client's sending says nothing: the next piece will.
-            return self._probe(self._reply.filler) if self._reply.filler else True
-        if self._head is None or self._head.version == "HTTP/1.0":
-            return False
-        return self._probe(_CONTINUE)
+        return self._probe() if peer == "eof" else peer == "open"
 
     def _writable(self) -> bool:
         """The same before a write, which is as good as a probe."""
         return self._channel.peer() != "gone"
 
-    def _probe(self, raw: bytes) -> bool:
+    def _probe(self) -> bool:
         """The client has ended its sending: it may have closed, or wait for the reply with its side shut (both look
-        the same). What a client skips tells: a closed socket answers it with a reset. Before the head that is an
-        interim response, which RFC 9110 15.2 lets us send at any time, between events a comment: a long prompt's
-        stream is silent for many seconds. A second one, a while later, fails where the system does not report the
-        reset.
+        the same). A few bytes of the reply tell: a closed socket answers them with a reset. A second write, a while
+        later, fails where the system does not report the reset.
         """
         now = time.monotonic()
         if self._n_probes < _MAX_PROBES and now - self._probed_at >= _PROBE_EVERY_S:
             self._n_probes += 1
             self._probed_at = now
             with suppress(ClientGone):  # the channel remembers
-                self._channel.write(raw)
+                self._reply.probe()
         return self._channel.peer() != "gone"
 
     def _answer(self) -> None:
@@ -177,12 +178,14 @@ class Exchange:
         options = self._setting.options
         decoder = body_decoder(head, options.limits)
         check_expectation(head)
-        if self._in_step:
+        if head.body in (None, 0):
             return b""
+        self._stage("body")
         # Just before the body is read, and not when it is already coming (RFC 9110 10.1.1).
         if head.expect is not None and not self._channel.leftover:
             self._channel.write(_CONTINUE)
         body = receive_body(self._channel, decoder, options, options.body_timeout_s, self._hold)
+        self._stage("running")
         self._in_step = True
         self._n_body = len(body)
         self._log_body("request", body)
@@ -193,20 +196,17 @@ class Exchange:
         self._n_held += n_bytes
 
     def _discard_body(self, head: Head) -> None:
-        """Reads the body of a request that is refused, if that is cheap and sure; else the connection will close."""
-        if self._in_step or not isinstance(head.body, int) or head.body > _MAX_DISCARD_BYTES or head.expect is not None:
-            return
-        options = self._setting.options
-        try:
-            receive_body(self._channel, LengthBody(head.body), options, options.head_timeout_s, lambda _: None)
-            self._in_step = True
-        except Refusal as refusal:
-            self._note("discard", refusal.message)
+        """Drops the body of a request that is refused, if it is small and already here; else the connection will close.
+
+        Waiting for it would let anybody, without a key, hold a place and delay the refusal.
+        """
+        if not self._in_step and isinstance(head.body, int) and head.body <= _MAX_DISCARD_BYTES and not head.expect:
+            self._in_step = self._channel.discard_ready(head.body)
 
     def _send(self, response: Response) -> None:
         self._log_body("reply", response.body if isinstance(response.body, bytes) else b"(a stream)")
         keep = self._head is not None and self._head.keep_alive and self._in_step and not self._setting.draining()
-        self._kept = self._reply.send(response, self._fields(), Manner.of(self._head, keep))
+        self._kept = self._reply.send(response, self._fields(), Manner.of(self._asked, keep))
 
     def _fields(self) -> Fields:
         options = self._setting.options

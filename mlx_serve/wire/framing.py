@@ -23,9 +23,12 @@ _REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"+) ([\x21-\x7e]+) HTTP/([0-9])\.([
 # No blank before the colon (RFC 9112 5.1), no control byte but HTAB in the value (RFC 9110 5.5).
 _FIELD_LINE = re.compile(rb"(" + TOKEN + rb"+):([\t\x20-\x7e\x80-\xff]*)")
 # Narrower than RFC 3986's reg-name: no sub-delims, no userinfo, so that "a,b" or "a@b" is never a host.
-_HOST = re.compile(r"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
-_ABSOLUTE_FORM = re.compile(r"(?i:https?)://([^/?]*)([^?]*)(?:\?.*)?")
+# A port may be empty (RFC 3986 3.2.3).
+_HOST = re.compile(r"(?:[A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+_ABSOLUTE_FORM = re.compile(r"(https?)://([^/?]*)([^?]*)(?:\?.*)?", re.IGNORECASE)
 _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
+# "/" and "%" stay escaped in a path.
+_KEPT_ESCAPE = re.compile(r"%(2[Ff5])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 # int() also takes signs, blanks, underscores and non-ASCII digits: only what this matched reaches it.
 _LENGTH = re.compile(r"0*([0-9]+)")
@@ -59,28 +62,33 @@ class FramingLimits:
 class Refusal(Exception):
     """Bytes that are no acceptable request. The message names the rule or limit and never repeats client bytes.
 
-    What follows on the connection cannot be trusted to begin a request: answer, then close.
+    What follows on the connection cannot be trusted to begin a request: answer, then close. ``to_head``: the request
+    was a HEAD, so the answer has no content (RFC 9110 9.3.2).
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, to_head: bool = False) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.to_head = to_head
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """A request head that broke no rule.
 
-    ``path`` is percent-decoded and without the query ("*" for ``OPTIONS *``). ``authority`` is the host the client
-    meant: the target's in absolute-form, else the Host field's; None only in HTTP/1.0. ``headers`` has lower-case
-    names, a repeated field is joined with ", ". ``expect`` is lower-case, and None in HTTP/1.0.
+    ``path`` is without the query and percent-decoded ("*" for ``OPTIONS *``), except that "%2F" and "%25" stay: an
+    escaped slash separates nothing, or a proxy's rules for paths would see another route than we do. ``authority`` is
+    the host the client meant: the target's in absolute-form, else the Host field's; None only in HTTP/1.0. ``scheme``
+    is the target's in absolute-form, else "". ``headers`` has lower-case names, a repeated field is joined with ", ".
+    ``expect`` is lower-case, and None where nothing is expected and in HTTP/1.0.
     """
 
     method: str
     target: str
     path: str
     version: Version
+    scheme: str
     authority: str | None
     headers: Mapping[str, str]
     body: BodyFraming
@@ -93,6 +101,15 @@ class RequestLine:
     method: str
     target: str
     version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a request target says; ``scheme`` and ``authority`` only in absolute-form."""
+
+    path: str
+    scheme: str = ""
+    authority: str | None = None
 
 
 class Lines:
@@ -110,8 +127,8 @@ class Lines:
     def add(self, raw: bytes) -> None:
         self._raw += raw
 
-    def first(self) -> bytes:
-        return bytes(self._raw[:1])
+    def first(self, n_bytes: int = 1) -> bytes:
+        return bytes(self._raw[:n_bytes])
 
     def take(self, n_bytes: int) -> bytes:
         taken = bytes(self._raw[:n_bytes])
@@ -139,7 +156,7 @@ class Lines:
 class HeadReader:
     """Reads one head. ``feed`` gives the Head once it is whole; what came behind it is then in ``leftover``."""
 
-    __slots__ = ("_fields", "_limits", "_lines", "_n_header_bytes", "_request_line", "_skipped_empty_line")
+    __slots__ = ("_fields", "_limits", "_lines", "_n_header_bytes", "_request_line", "_skipped_empty_line", "is_head")
 
     def __init__(self, limits: FramingLimits) -> None:
         self._limits = limits
@@ -148,8 +165,17 @@ class HeadReader:
         self._fields: Fields = []
         self._n_header_bytes = 0
         self._skipped_empty_line = False
+        # Known before the request line is whole: what is refused may be the rest of it.
+        self.is_head = False
 
     def feed(self, raw: bytes) -> Head | None:
+        try:
+            return self._feed(raw)
+        except Refusal as refusal:
+            refusal.to_head = self.is_head
+            raise
+
+    def _feed(self, raw: bytes) -> Head | None:
         self._lines.add(raw)
         while (line := self._next_line()) is not None:
             if self._request_line is None:
@@ -177,6 +203,7 @@ class HeadReader:
         # A TLS ClientHello, say, need not hold a line end: tell at its first byte, not at a time-out.
         if self._lines and not re.match(rb"\r|" + TOKEN, self._lines.first()):
             raise Refusal(400, "request line does not begin with a method (RFC 9112 3)")
+        self.is_head = self._lines.first(5) == b"HEAD "
         limit = limits.max_request_line
         return self._lines.next(limit, (414, f"request line is longer than {limit} bytes"))
 
@@ -218,46 +245,47 @@ def judge(line: RequestLine, fields: Fields) -> Head:
     """What no single line tells: the rules that need the whole head, in the order in which a fault decides."""
     if line.method == "CONNECT":
         raise Refusal(501, "CONNECT is not implemented: this is no proxy (RFC 9110 9.3.6)")
-    target_authority, path = parse_target(line)
-    authority = target_authority or _host(line, fields)
+    target = parse_target(line)
+    # Demanded and checked even where the target's own authority takes its place (RFC 9112 3.2).
+    host = _host(line, fields)
     body = body_framing(line, fields)
     headers = _joined(fields)
-    expect = headers.get("expect") if line.version == "HTTP/1.1" else None
     return Head(
         method=line.method,
         target=line.target,
-        path=path,
+        path=target.path,
         version=line.version,
-        authority=authority,
+        scheme=target.scheme,
+        authority=host if target.authority is None else target.authority,
         headers=headers,
         body=body,
         keep_alive=_keep_alive(line.version, headers.get("connection", "")),
-        # RFC 9110 10.1.1: case-insensitive; in HTTP/1.0 it must be ignored.
-        expect=expect.lower() if expect is not None else None,
+        # In HTTP/1.0 it must be ignored.
+        expect=_expectation(headers.get("expect", "")) if line.version == "HTTP/1.1" else None,
     )
 
 
-def parse_target(line: RequestLine) -> tuple[str | None, str]:
-    """The target's own authority, if it has one, and its decoded path (RFC 9112 3.2)."""
+def parse_target(line: RequestLine) -> Target:
+    """RFC 9112 3.2."""
     target = line.target
     if "#" in target:
         raise Refusal(400, "a request target has no fragment (RFC 9112 3.2)")
     if target == "*" and line.method == "OPTIONS":
-        return None, "*"
+        return Target("*")
     if target.startswith("/"):
-        return None, _decoded(target.partition("?")[0])
+        return Target(_decoded(target.partition("?")[0]))
     # A server must accept absolute-form, and then its authority counts and not the Host field (RFC 9112 3.2.2).
     match = _ABSOLUTE_FORM.fullmatch(target)
-    if match is None or not _HOST.fullmatch(match[1]):
+    if match is None or not _HOST.fullmatch(match[2]):
         raise Refusal(400, "malformed request target (RFC 9112 3.2)")
-    return match[1], _decoded(match[2] or "/")
+    return Target(_decoded(match[3] or "/"), match[1].lower(), match[2].removesuffix(":"))
 
 
 def _decoded(path: str) -> str:
     if _BAD_ESCAPE.search(path):
         raise Refusal(400, "malformed percent-escape in the path (RFC 3986 2.1)")
     try:
-        text = unquote(path, errors="strict")
+        text = unquote(_KEPT_ESCAPE.sub(lambda escape: "%25" + escape[1].upper(), path), errors="strict")
     except UnicodeDecodeError:
         raise Refusal(400, "the path is not UTF-8") from None
     if _CONTROL.search(text):
@@ -275,7 +303,13 @@ def _host(line: RequestLine, fields: Fields) -> str | None:
     # An http URI with an empty host is invalid (RFC 9110 4.2.1).
     if not _HOST.fullmatch(values[0]):
         raise Refusal(400, "invalid Host field (RFC 9112 3.2)")
-    return values[0]
+    return values[0].removesuffix(":")
+
+
+def _expectation(value: str) -> str | None:
+    """RFC 9110 10.1.1: a list, which may be empty or say the same twice; its members are case-insensitive."""
+    members = {member.strip(" \t") for member in value.lower().split(",")} - {""}
+    return ", ".join(sorted(members)) or None
 
 
 def body_framing(line: RequestLine, fields: Fields) -> BodyFraming:
@@ -289,9 +323,6 @@ def body_framing(line: RequestLine, fields: Fields) -> BodyFraming:
         return _chunked(line, codings[0])
     if lengths:
         return _length(lengths[0])
-    # RFC 9110 15.5.12. Taken as empty, a body that a broken client sent anyway would be the next request.
-    if line.method in ("POST", "PUT", "PATCH"):
-        raise Refusal(411, "a Content-Length or Transfer-Encoding field is required (RFC 9110 15.5.12)")
     return None
 
 

@@ -21,13 +21,17 @@ def receive_head(channel: Channel, limits: FramingLimits, raw: bytes, deadline: 
     try:
         while (head := reader.feed(raw)) is None:
             if not (raw := channel.read(deadline)):
-                return Refusal(400, "the connection ended inside the request head") if reader.begun else None
+                return _cut(reader, 400, "the connection ended inside the request head")
     except TimeoutError:
-        return Refusal(408, "the request head took too long") if reader.begun else None
+        return _cut(reader, 408, "the request head took too long")
     except Refusal as refusal:
         return refusal
     channel.leftover = reader.leftover
     return head
+
+
+def _cut(reader: HeadReader, status: int, message: str) -> Refusal | None:
+    return Refusal(status, message, to_head=reader.is_head) if reader.begun else None
 
 
 def receive_body(

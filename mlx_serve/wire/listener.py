@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import selectors
 import socket
@@ -20,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mlx_serve.wire import sockets
-from mlx_serve.wire.channel import hang_up
+from mlx_serve.wire.channel import Channel, hang_up
 from mlx_serve.wire.connection import Connection
 from mlx_serve.wire.exchange import Setting
 from mlx_serve.wire.roster import Roster
@@ -29,6 +30,9 @@ _log = logging.getLogger("mlx_serve.wire")
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _UNIX_CLIENT = ("unix", 0)
+# How often a lasting shortage of descriptors is told of, and how soon accepting is tried again.
+_SHORTAGE_EVERY_S = 60.0
+_SHORTAGE_WAIT_S = 0.05
 
 
 class Doorstep:
@@ -80,11 +84,12 @@ class Listener(ThreadingHTTPServer):
         self._roster = roster
         self._full = full
         self._tls = sockets.tls_context(options.tls_cert, options.tls_key) if options.tls_cert else None
-        self._doorstep = Doorstep(options.linger_s)
+        self._doorstep = Doorstep(options.linger_silence_s)
         self._stopping = threading.Event()
         self._not_serving = threading.Event()
         self._not_serving.set()
         self._loop: threading.Thread | None = None
+        self._shortage_told_at = -math.inf
         self._uds_inode: tuple[int, int] | None = None
         self.address_family = socket.AF_UNIX if options.uds else sockets.family_of(options.address)
         self.request_queue_size = options.backlog
@@ -143,7 +148,8 @@ class Listener(ThreadingHTTPServer):
         self._wake_writer.close()
         self._remove_uds()
 
-    def get_request(self) -> tuple[socket.socket, Any]:
+    def get_request(self) -> tuple[Any, Any]:
+        """A Channel, which socketserver then hands to the methods below as its request, and the client's address."""
         sock, client = self.socket.accept()
         # Some systems pass the listener's non-blocking mode on.
         sock.setblocking(True)
@@ -154,7 +160,7 @@ class Listener(ThreadingHTTPServer):
         if self._tls is not None:
             # The handshake is the connection's own affair: here it would hold up everybody.
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        return sock, client
+        return Channel(sock, self._setting.options.write_timeout_s), client
 
     def process_request(self, request: Any, client_address: Any) -> None:
         thread = threading.Thread(
@@ -163,7 +169,7 @@ class Listener(ThreadingHTTPServer):
         if not self._roster.enter(request, thread):
             reply = self._full()
             # Under TLS nothing can be said before the handshake.
-            self._doorstep.turn_away(request, b"" if self._tls else reply)
+            self._doorstep.turn_away(request.sock, b"" if self._tls else reply)
             return
         try:
             thread.start()
@@ -178,7 +184,7 @@ class Listener(ThreadingHTTPServer):
         """Off the roster first: nobody may hang up a descriptor that is somebody else's by now."""
         self._roster.leave(request)
         with suppress(OSError):  # the descriptor is given back even when closing reports an error
-            request.close()
+            request.sock.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         _log.exception("a connection failed")
@@ -190,12 +196,21 @@ class Listener(ThreadingHTTPServer):
             return
         except OSError as error:
             _log.debug("accept failed: %s", type(error).__name__)
-            # The connection stays in the queue and the loop would spin.
             if error.errno in _OUT_OF_RESOURCES:
-                _log.warning("no file descriptors for a connection: waiting")
-                self._stopping.wait(0.1)
+                self._relieve()
             return
         self.process_request(request, client)
+
+    def _relieve(self) -> None:
+        """Out of descriptors: gives up what can be given up, and lets the threads of what was evicted close theirs."""
+        now = time.monotonic()
+        if now - self._shortage_told_at >= _SHORTAGE_EVERY_S:
+            self._shortage_told_at = now
+            _log.warning("no file descriptors for another connection (ulimit -n): the slowest ones are closed")
+        self._doorstep.clear()
+        self._roster.evict()
+        # The connection stays in the queue: without a pause the loop would spin.
+        self._stopping.wait(_SHORTAGE_WAIT_S)
 
     def _remove_uds(self) -> None:
         path, inode = self._setting.options.uds, self._uds_inode

@@ -18,6 +18,9 @@ class Application(Protocol):
     def methods(self, path: str) -> frozenset[str]:
         """The methods of this path; empty: there is no such route."""
 
+    def takes_body(self, method: str, path: str) -> bool:
+        """Whether this method of the route needs a request body."""
+
     def __call__(self, request: RawRequest) -> Response: ...
 
     def error(self, err: ApiError, path: str, request_id: str) -> Response:
@@ -40,10 +43,12 @@ class ServerOptions:
     body_min_bytes_per_s: int = 256
     # Longer than routers keep idle upstream connections (90 s), so that it is they who close.
     idle_timeout_s: float = 600.0
-    # A client that takes nothing for so long is cut.
+    # A client that takes nothing for so long is cut; one that takes a little now and then is not.
     write_timeout_s: float = 60.0
-    # How long a client may go on sending after a refusal, so that it reads the reply instead of a reset.
-    linger_s: float = 2.0
+    # How long a client may go on sending after a refusal, and how long it may be silent then, so that it reads the
+    # reply instead of a reset. It can be evicted all the while.
+    linger_s: float = 30.0
+    linger_silence_s: float = 2.0
     max_connections: int = 512
     max_total_body_bytes: int = 256 * 2**20
     backlog: int = 1024

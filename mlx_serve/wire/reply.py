@@ -15,13 +15,15 @@ from http import HTTPStatus
 from mlx_serve.core import ClientGone, Response
 from mlx_serve.wire import sse
 from mlx_serve.wire.channel import Channel
-from mlx_serve.wire.framing import Head
+from mlx_serve.wire.framing import Head, Refusal
 
 Fields = tuple[tuple[str, str], ...]
 
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 # No CR, LF or other control byte: a value that ends its line could begin a second reply (RFC 9112 11.1).
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
+# What every reply begins with, whatever becomes of its request.
+_BEGINNING = b"HTTP/1.1 "
 _NO_BODY = frozenset({204, 304})
 _LAST_CHUNK = b"0\r\n\r\n"
 _COMMENT = sse.comment("")
@@ -37,14 +39,14 @@ class Manner:
     keep: bool = False
 
     @classmethod
-    def of(cls, head: Head | None, keep: bool) -> Manner:
-        if head is None:
-            return cls()
-        return cls(is_head=head.method == "HEAD", http_1_0=head.version == "HTTP/1.0", keep=keep)
+    def of(cls, asked: Head | Refusal, keep: bool) -> Manner:
+        if isinstance(asked, Refusal):
+            return cls(is_head=asked.to_head)
+        return cls(is_head=asked.method == "HEAD", http_1_0=asked.version == "HTTP/1.0", keep=keep)
 
 
 def head_bytes(status: int, fields: Fields) -> bytes:
-    lines = [f"HTTP/1.1 {status} {_phrase(status)}", f"Date: {formatdate(usegmt=True)}"]
+    lines = [f"{_BEGINNING.decode()}{status} {_phrase(status)}", f"Date: {formatdate(usegmt=True)}"]
     for name, value in fields:
         if not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
             raise ValueError("a reply's header field would break its line")
@@ -81,17 +83,29 @@ def _connection(manner: Manner) -> Fields:
 
 
 class Reply:
-    """Sends one response. ``head_sent`` tells whether another one could still take its place.
-
-    ``filler`` is what may be written between two pieces of a stream, and its client skips; b"": there is no such thing.
-    """
+    """Sends one response. ``head_sent`` tells whether another one could still take its place."""
 
     def __init__(self, channel: Channel, alive: Callable[[], bool]) -> None:
         self._channel = channel
         self._alive = alive
+        # Written between two pieces of a stream, and its client skips it; b"": there is no such thing.
+        self._filler = b""
+        self._n_ahead = 0
         self.head_sent = False
-        self.filler = b""
         self.status = 0
+
+    def probe(self) -> None:
+        """Writes a few bytes that change nothing: the next one of those that all replies begin with, or a comment.
+
+        Without anything to write it does nothing: the next piece will tell whether the client is there.
+        """
+        if self.head_sent:
+            ahead = self._filler
+        else:
+            ahead = _BEGINNING[self._n_ahead : self._n_ahead + 1]
+            self._n_ahead += len(ahead)
+        if ahead:
+            self._channel.write(ahead)
 
     def send(self, response: Response, fields: Fields, manner: Manner) -> bool:
         """Whether the connection may be kept after it."""
@@ -125,15 +139,17 @@ class Reply:
                 self._write(response.status, unsent + (_chunk(piece) if chunked else piece))
                 unsent = b""
                 if response.content_type.startswith("text/event-stream"):
-                    self.filler = _chunk(_COMMENT) if chunked else _COMMENT
+                    self._filler = _chunk(_COMMENT) if chunked else _COMMENT
         self._write(response.status, unsent + (_LAST_CHUNK if chunked else b""))
         return manner.keep
 
     def _write(self, status: int, raw: bytes) -> None:
-        if raw:
-            self.head_sent = True
-            self.status = status
-            self._channel.write(raw)
+        if not raw:
+            return
+        ahead = 0 if self.head_sent else self._n_ahead
+        self.head_sent = True
+        self.status = status
+        self._channel.write(raw[ahead:])
 
 
 def _chunk(piece: bytes) -> bytes:

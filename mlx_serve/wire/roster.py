@@ -1,43 +1,65 @@
 """Who is connected and what runs: the one place where the threads of the HTTP side meet.
 
 Every connection has a Place here from accept to close. Draining, the limit on connections and shutting down are
-questions to the roster. Must not know HTTP.
+questions to the roster. Whoever waits for its client, and not for us, can be evicted. Must not know HTTP.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from typing import Literal, TypeAlias
 
-from mlx_serve.wire.channel import hang_up
+from mlx_serve.wire.channel import Channel, hang_up
 
-State: TypeAlias = Literal["idle", "reading", "running"]
+# Idle: until the first byte of a request. Head, body: being read. Running: until the reply has ended. Lingering: the
+# connection's last reply is out, and the client has yet to close.
+State: TypeAlias = Literal["idle", "head", "body", "running", "lingering"]
 
-# Younger than this, a connection without a request is most likely just about to send one.
-_MIN_IDLE_S = 1.0
+# Younger than this, a connection without a whole request is most likely just about to send it.
+_MIN_WAIT_S = 1.0
+# A reply is being taken too slowly to keep others out: so many bytes a second, after so many seconds.
+_MIN_WRITE_S = 5.0
+_SLOW_BYTES_PER_S = 10_000
 
 
 class Place:
-    """A connection's entry: idle until the first byte of a request, running from the end of its head to that of its
-    reply. ``since`` is when that last changed.
-    """
+    """A connection's entry. ``since`` is when its state last changed."""
 
-    __slots__ = ("since", "sock", "state", "thread")
+    __slots__ = ("_n_read_before", "channel", "since", "state", "thread")
 
-    def __init__(self, sock: socket.socket, thread: threading.Thread) -> None:
-        self.sock = sock
+    def __init__(self, channel: Channel, thread: threading.Thread) -> None:
+        self.channel = channel
         self.thread = thread
-        self.state: State = "idle"
+        self.enter("idle")
+
+    def enter(self, state: State) -> None:
+        self.state: State = state
         self.since = time.monotonic()
+        self._n_read_before = self.channel.n_read
+
+    def rank(self, now: float) -> tuple[int, float, float] | None:
+        """The place with the lowest rank is the first to be evicted; None: this one is not.
+
+        Of a lingering connection nothing is lost but its politeness. Among those that send, the slowest is the one
+        most likely never to end. A running request is lost only when its client hardly takes the reply.
+        """
+        age_s = now - self.since
+        if self.state == "lingering":
+            return 0, 0.0, self.since
+        if self.state == "running":
+            pace = self.channel.write_pace(now, _MIN_WRITE_S)
+            return None if pace is None or pace >= _SLOW_BYTES_PER_S else (2, pace, self.since)
+        if age_s < _MIN_WAIT_S:
+            return None
+        return 1, (self.channel.n_read - self._n_read_before) / max(age_s, 0.001), self.since
 
 
 class Roster:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._changed = threading.Condition()
-        self._places: dict[socket.socket, Place] = {}
+        self._places: dict[Channel, Place] = {}
         self._leaving: set[threading.Thread] = set()
         self._n_running = 0
         self._draining = False
@@ -51,37 +73,39 @@ class Roster:
         with self._changed:
             return len(self._places)
 
-    def enter(self, sock: socket.socket, thread: threading.Thread) -> bool:
-        """False when it is full of connections with a request; one without gives way."""
+    def enter(self, channel: Channel, thread: threading.Thread) -> bool:
+        """False when it is full of connections that must stay; another one gives way."""
         with self._changed:
             if len(self._places) >= self._max_connections and not self._evict():
                 return False
             self._leaving = {leaving for leaving in self._leaving if leaving.is_alive()}
-            self._places[sock] = Place(sock, thread)
+            self._places[channel] = Place(channel, thread)
             return True
 
-    def leave(self, sock: socket.socket) -> None:
+    def leave(self, channel: Channel) -> None:
         with self._changed:
-            if place := self._places.pop(sock, None):
+            if place := self._places.pop(channel, None):
                 self._leaving.add(place.thread)
 
-    def rest(self, sock: socket.socket) -> bool:
+    def rest(self, channel: Channel) -> bool:
         """The connection, which has had a reply, now waits for another request; False when it should not."""
         with self._changed:
-            if sock not in self._places or self._draining:
+            if channel not in self._places or self._draining:
                 return False
-            self._set(sock, "idle")
+            self._places[channel].enter("idle")
             return True
 
-    def wake(self, sock: socket.socket) -> None:
-        """The first byte of a request is here."""
+    def stage(self, channel: Channel, state: State) -> None:
+        """What the connection waits for from now on."""
         with self._changed:
-            self._set(sock, "reading")
+            if place := self._places.get(channel):
+                place.enter(state)
 
-    def begin(self, sock: socket.socket) -> None:
+    def begin(self, channel: Channel) -> None:
+        """A request's head has ended; a drain waits for it until ``end``."""
         with self._changed:
-            self._set(sock, "running")
             self._n_running += 1
+        self.stage(channel, "running")
 
     def end(self) -> None:
         with self._changed:
@@ -94,14 +118,14 @@ class Roster:
             self._draining = True
             for place in self._places.values():
                 if place.state == "idle":
-                    hang_up(place.sock)
+                    hang_up(place.channel.sock)
             return self._changed.wait_for(lambda: self._n_running == 0, timeout_s)
 
     def hang_up_all(self) -> None:
         with self._changed:
             self._draining = True
             for place in self._places.values():
-                hang_up(place.sock)
+                hang_up(place.channel.sock)
 
     def join(self, timeout_s: float) -> bool:
         """Waits for the threads of all connections; those that have left are about to end too."""
@@ -113,20 +137,18 @@ class Roster:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in running)
 
-    def _set(self, sock: socket.socket, state: State) -> None:
-        if place := self._places.get(sock):
-            place.state = state
-            place.since = time.monotonic()
+    def evict(self) -> bool:
+        """Makes room by ending the connection that is the least loss, if there is one that may be ended."""
+        with self._changed:
+            return self._evict()
 
     def _evict(self) -> bool:
-        """Hangs up the connection that has been idle, or on the same head, for the longest time: neither idle clients
-        nor a crowd of heads that never end must keep a request out.
-        """
-        without = [place for place in self._places.values() if place.state != "running"]
-        place = min(without, key=lambda place: place.since, default=None)
-        if place is None or time.monotonic() - place.since < _MIN_IDLE_S:
+        now = time.monotonic()
+        ranked = [(rank, place) for place in self._places.values() if (rank := place.rank(now)) is not None]
+        if not ranked:
             return False
-        hang_up(place.sock)
-        del self._places[place.sock]
+        _, place = min(ranked, key=lambda entry: entry[0])
+        place.channel.evict()
+        del self._places[place.channel]
         self._leaving.add(place.thread)
         return True

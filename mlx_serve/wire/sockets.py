@@ -8,6 +8,9 @@ import ssl
 import stat
 from contextlib import closing
 
+# How much of a reply the system holds unsent before it has us wait. By default these are megabytes, and a client that
+# reads slowly then looks for minutes like one that reads nothing.
+_MAX_UNSENT_BYTES = 128 * 1024
 # A dead peer that never sent a reset is found out after about two minutes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPALIVE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
@@ -55,10 +58,10 @@ def inode_of(path: str) -> tuple[int, int]:
 
 
 def tune(sock: socket.socket) -> None:
-    """For an accepted TCP socket: events go out at once, dead peers are noticed."""
+    """For an accepted TCP socket: events go out at once, dead peers are noticed, slow ones are seen to be reading."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE:
+    for name, value in (*_KEEPALIVE, ("TCP_NOTSENT_LOWAT", _MAX_UNSENT_BYTES)):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

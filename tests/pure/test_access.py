@@ -11,6 +11,15 @@ OPEN = AccessPolicy()
 KEYS = AccessPolicy(api_keys=("sk-one", "sk-tw\u00f6"), open_paths=frozenset({"/health"}))
 PAGES = AccessPolicy(allowed_origins=("https://app.example",))
 ANY_PAGE = AccessPolicy(allowed_origins=("*",))
+EXTENSIONS = AccessPolicy(allowed_origins=("chrome-extension://*", "file://*"))
+APPS = (
+    "chrome-extension://aapbdbdomjkkjkaonfhkkikfgjllcleb",
+    "moz-extension://0f2d6c3e-1b7a-4c1d-9a55-3d2f0a7b9c11",
+    "app://obsidian.md",
+    "tauri://localhost",
+    "vscode-webview://1k7v0c4a8",
+    "file://",
+)
 
 
 def verdict(
@@ -110,6 +119,16 @@ def test_hosts(policy: AccessPolicy, authority: str | None, status: int) -> None
     (ANY_PAGE, "https://whatever.example", 200),
     (ANY_PAGE, "null", 200),
     (ANY_PAGE, "what is this", 403),
+    (ANY_PAGE, "http://a b", 403),
+    *[(ANY_PAGE, origin, 200) for origin in APPS],
+    *[(PAGES, origin, 403) for origin in APPS],
+    (EXTENSIONS, "chrome-extension://aapbdbdomjkkjkaonfhkkikfgjllcleb", 200),
+    (EXTENSIONS, "Chrome-Extension://abc", 200),
+    (EXTENSIONS, "file://", 200),
+    (EXTENSIONS, "moz-extension://abc", 403),
+    (EXTENSIONS, "https://chrome-extension", 403),
+    (EXTENSIONS, "chrome-extension://*", 200),
+    (EXTENSIONS, "null", 403),
 ])  # fmt: skip
 def test_origins(policy: AccessPolicy, origin: str, status: int) -> None:
     assert verdict(policy, {"origin": origin}) == status

@@ -23,6 +23,11 @@ def read(raw: bytes, step: int, limits: FramingLimits = LIMITS) -> Head | int | 
     return None
 
 
+def feed_all(reader: HeadReader, raw: bytes, step: int) -> None:
+    for at in range(0, len(raw), step):
+        reader.feed(raw[at : at + step])
+
+
 def read_both_ways(raw: bytes) -> Head | int | None:
     whole, by_byte = read(raw, len(raw)), read(raw, 1)
     assert whole == by_byte
@@ -124,13 +129,19 @@ REFUSED = [
             b"\xff",
             b"a,b",
             b"http://a",
-            b"a:",
+            b":",
+            b":80",
+            b"a::",
             b"a:b",
             b"a:123456",
             b"[::1",
             b"::1",
         )
     ],
+    # the target's authority takes the place of Host, but does not excuse it
+    ("absolute-no-host", b"GET http://a/ HTTP/1.1\r\n\r\n", 400),
+    ("absolute-two-hosts", b"GET http://a/ HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+    ("absolute-bad-host", b"GET http://a/ HTTP/1.1\r\nHost: a b/c\r\n\r\n", 400),
     # Content-Length
     *[
         (f"length-{text!r}", POST + b"Content-Length: " + text + b"\r\n\r\n", 400)
@@ -158,8 +169,6 @@ REFUSED = [
     ("length-500-digits", POST + b"Content-Length: " + b"9" * 500 + b"\r\n\r\n", 413),
     ("two-lengths", POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n", 400),
     ("same-length-twice", POST + b"Content-Length: 3\r\nContent-Length: 3\r\n\r\n", 400),
-    ("post-without-length", POST + END, 411),
-    ("put-without-length", line(b"PUT / HTTP/1.1"), 411),
     # Transfer-Encoding
     *[
         (f"coding-{text!r}", POST + b"Transfer-Encoding: " + text + b"\r\n\r\n", status)
@@ -216,12 +225,23 @@ ACCEPTED: list[tuple[str, bytes, dict[str, object]]] = [
     ("unknown-method", line(b"get / HTTP/1.1"), {"method": "get"}),
     ("later-minor-version", line(b"GET / HTTP/1.2"), {"version": "HTTP/1.1"}),
     ("query-dropped", line(b"GET /a?b=/c%zz HTTP/1.1"), {"path": "/a"}),
-    ("escapes", line(b"GET /m/org%2Fname%20%C3%A9 HTTP/1.1"), {"path": "/m/org/name \u00e9"}),
-    ("escaped-percent", line(b"GET /%2523 HTTP/1.1"), {"path": "/%23"}),
+    ("escapes", line(b"GET /m/org%2Fname%20%C3%A9 HTTP/1.1"), {"path": "/m/org%2Fname \u00e9"}),
+    # An escaped slash is no separator, and stays apart from the text "%2F".
+    ("escaped-slash", line(b"GET /v1%2fmodels HTTP/1.1"), {"path": "/v1%2Fmodels"}),
+    ("escaped-percent", line(b"GET /%252F%2523 HTTP/1.1"), {"path": "/%252F%2523"}),
+    ("post-without-length", POST + END, {"body": None}),
     ("two-slashes", line(b"GET //a HTTP/1.1"), {"path": "//a", "authority": "localhost"}),
     ("options-star", line(b"OPTIONS * HTTP/1.1"), {"path": "*"}),
-    ("absolute", line(b"GET http://example.com:80/a?b HTTP/1.1"), {"path": "/a", "authority": "example.com:80"}),
-    ("absolute-without-path", line(b"GET https://example.com HTTP/1.1"), {"path": "/", "authority": "example.com"}),
+    (
+        "absolute",
+        line(b"GET http://example.com:80/a?b HTTP/1.1"),
+        {"path": "/a", "authority": "example.com:80", "scheme": "http"},
+    ),
+    ("absolute-without-path", line(b"GET Https://example.com HTTP/1.1"), {"path": "/", "scheme": "https"}),
+    ("absolute-empty-port", line(b"GET http://example.com:/ HTTP/1.1"), {"authority": "example.com"}),
+    ("absolute-1.0", b"GET http://a/ HTTP/1.0\r\n\r\n", {"authority": "a", "scheme": "http"}),
+    ("host-empty-port", b"GET / HTTP/1.1\r\nHost: localhost:\r\n\r\n", {"authority": "localhost", "scheme": ""}),
+    ("host-ipv6-empty-port", b"GET / HTTP/1.1\r\nHost: [::1]:\r\n\r\n", {"authority": "[::1]"}),
     ("absolute-query-only", line(b"GET http://example.com?a=/b HTTP/1.1"), {"path": "/", "authority": "example.com"}),
     ("absolute-ipv6", line(b"GET HTTP://[::1]:8080/a HTTP/1.1"), {"path": "/a", "authority": "[::1]:8080"}),
     ("host-ipv6", b"GET / HTTP/1.1\r\nHost: [::1]:80\r\n\r\n", {"authority": "[::1]:80"}),
@@ -244,6 +264,10 @@ ACCEPTED: list[tuple[str, bytes, dict[str, object]]] = [
     ("1.0", b"GET / HTTP/1.0\r\n\r\n", {"version": "HTTP/1.0", "keep_alive": False, "authority": None}),
     ("1.0-keep-alive", b"GET / HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n", {"keep_alive": True}),
     ("expect", POST + b"Expect: 100-Continue\r\nContent-Length: 3\r\n\r\n", {"expect": "100-continue"}),
+    ("expect-twice", GET + b"Expect: 100-continue\r\nExpect: 100-Continue\r\n\r\n", {"expect": "100-continue"}),
+    ("expect-nothing", GET + b"Expect:\r\n\r\n", {"expect": None}),
+    ("expect-empty-members", GET + b"Expect: , ,\r\n\r\n", {"expect": None}),
+    ("expect-more", GET + b"Expect: 100-continue, a-pony\r\n\r\n", {"expect": "100-continue, a-pony"}),
     ("expect-in-1.0", b"POST / HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n", {"expect": None}),
     ("longest-line", line(b"GET /" + b"a" * 186 + b" HTTP/1.1"), {"method": "GET"}),
     ("most-fields", GET + b"".join(b"X-%d: y\r\n" % n for n in range(9)) + END, {"method": "GET"}),
@@ -282,3 +306,20 @@ def test_a_refusal_names_the_limit_and_no_client_bytes() -> None:
     with pytest.raises(Refusal) as raised:
         HeadReader(LIMITS).feed(GET + b"secret line\r\n")
     assert "secret" not in raised.value.message
+
+
+@pytest.mark.parametrize(("raw", "to_head"), [
+    (b"HEAD / HTTP/1.1\r\n\r\n", True),
+    (b"HEAD / HTTP/1.1\r\nHost: localhost\r\nX Bad: 1\r\n\r\n", True),
+    (b"HEAD / HTTP/1.1 x\r\n", True),
+    (b"\r\nHEAD /" + b"a" * 300, True),
+    (b"HEADER / HTTP/1.1\r\n\r\n", False),
+    (b"GET / HTTP/1.1\r\n\r\n", False),
+    (b"\x16HEAD ", False),
+])  # fmt: skip
+def test_a_refusal_knows_whether_it_answers_a_head(raw: bytes, to_head: bool) -> None:
+    for step in (1, len(raw)):
+        reader = HeadReader(LIMITS)
+        with pytest.raises(Refusal) as raised:
+            feed_all(reader, raw, step)
+        assert raised.value.to_head is to_head

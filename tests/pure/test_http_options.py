@@ -57,6 +57,21 @@ def test_origins_and_hosts_are_lists():
     assert (access.allowed_origins, access.allowed_hosts) == (("http://a", "http://b"), ("x.local", "y"))
 
 
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "https://a.example:444", "chrome-extension://*", "app://obsidian.md", "file://"]
+)
+def test_an_origin_of_any_scheme_may_be_listed(origin):
+    assert options(f"--allowed-origins {origin}").access.allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["a.example", "https://a.example/", "https://*.example", "https://a@b", "//a", "https"]
+)
+def test_what_no_page_has_as_its_origin_is_refused(origin):
+    with pytest.raises(StartError, match="--allowed-origins"):
+        options(f"--allowed-origins {origin}")
+
+
 def test_health_needs_no_key():
     assert {"/health", "/ready"} <= options("--api-key a").access.open_paths
 

@@ -84,7 +84,7 @@ def test_the_log_that_is_rotated_is_the_one_that_is_written():
     job = plistlib.loads(files.launchd_plist(MAC).encode())
     line = files.newsyslog_conf(MAC).splitlines()[-1].split()
     assert line[0] == job["EnvironmentVariables"]["MLX_SERVE_LOG_FILE"]
-    assert line[1:3] == ["llm:staff", "640"]
+    assert line[1:3] == ["llm:staff", "600"]
 
 
 # systemd

@@ -585,10 +585,23 @@ def test_a_client_names_no_paths(server):
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", "/v1/models/fake", 405),
+        # A proxy's rules for paths would not see the route.
+        ("GET", "/v1%2Fmodels", 404),
+        ("GET", "/v1/models%2ffake", 404),
+        ("GET", "%2Fv1/models", 400),
     ],
 )
 def test_unknown_routes_and_methods_are_json_errors(server, method, path, status):
     assert_error(server.request(method, path), status, type="invalid_request_error")
+
+
+def test_a_cancel_needs_no_length(server):
+    """As `curl -X POST` sends it."""
+    connection = server.connection()
+    connection.putrequest("POST", "/v1/responses/resp_x/cancel")
+    connection.endheaders()
+    assert_error(read(connection.getresponse()), 404)
+    connection.close()
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"\xff", b"", b'{"messages": NaN}'])

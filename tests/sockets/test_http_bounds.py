@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import subprocess
+import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -62,15 +65,28 @@ def test_a_client_that_closes_behind_pipelined_bytes_is_noticed() -> None:
 
 
 @pytest.mark.usefixtures("detection")
-def test_a_client_that_half_closes_while_it_waits_gets_its_reply() -> None:
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_a_client_that_half_closes_while_it_waits_gets_its_reply(version: bytes) -> None:
     with serving() as running, running.connect() as client:
-        client.send(post(b"/wait"))
+        client.send(post(b"/wait", version=version))
         wait_for_a_running_request(running)
         client.half_close()
-        # The interim response is how the server finds out that somebody still reads.
-        assert client.interim() == 100
+        # Writing the beginning of the reply is how the server finds out that somebody still reads.
+        assert client.peek(1) == b"H"
         running.app.release.set()
-        assert client.reply().body == b'{"waited": true}'
+        reply = client.reply()
+        assert (reply.body, reply.interim) == (b'{"waited": true}', [])
+        assert client.at_end()
+
+
+def test_a_request_that_fails_after_a_half_close_still_gets_its_own_status() -> None:
+    with serving() as running, running.connect() as client:
+        client.send(post(b"/stream"))
+        pieces = running.app.streams.get()
+        client.half_close()
+        assert client.peek(1) == b"H"
+        pieces.put(RuntimeError("late"))
+        assert client.reply().status == 500
         assert client.at_end()
 
 
@@ -118,6 +134,42 @@ def test_a_reader_that_takes_nothing_is_cut() -> None:
         assert running.app.gone.wait(10)
         assert running.empty()
         assert client.cut()
+
+
+def test_a_reader_that_is_slow_but_reads_is_not_cut() -> None:
+    """The time-out is for silence: it is shorter than the whole of this reply takes."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    with ours, theirs:
+        reader = threading.Thread(target=read_slowly, args=(theirs, 64))
+        reader.start()
+        written = channel.Channel(ours, write_timeout_s=2.0)
+        written.write(b"x" * (4 << 20))
+        reader.join()
+        assert written.n_written == 4 << 20
+
+
+def read_slowly(sock: socket.socket, n_pieces: int) -> None:
+    """In three seconds."""
+    for _ in range(n_pieces):
+        threading.Event().wait(3 / n_pieces)
+        left = (4 << 20) // n_pieces
+        while left:
+            left -= len(sock.recv(left))
+
+
+def test_what_a_client_took_before_it_left_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mlx_serve.access")
+    with serving(write_timeout_s=0.2) as running, running.connect() as client:
+        client.send(post(b"/flood"))
+        assert eventually(lambda: "status=499" in caplog.text)
+        match = re.search(r"bytes_out=(\d+)", caplog.text)
+        assert match
+        got = b""
+        with suppress(ConnectionError):
+            while raw := client.sock.recv(1 << 20):
+                got += raw
+        assert 0 < len(got) <= int(match[1])
 
 
 @pytest.mark.parametrize("raw", [b"GET /hello HTTP/1.1\r\nX-A: b\r\n", b"G", post_head(b"/echo")[:-2]])
@@ -182,8 +234,9 @@ def test_slow_clients_delay_nobody() -> None:
         assert running.ask(post(b"/echo", b"x")).body == b"x"
 
 
-def test_lingering_is_bounded() -> None:
-    with serving(linger_s=0.1) as running, running.connect() as client:
+@pytest.mark.parametrize("bounds", [{"linger_silence_s": 0.1}, {"linger_silence_s": 60, "linger_s": 0.1}])
+def test_lingering_is_bounded(bounds: dict[str, float]) -> None:
+    with serving(**bounds) as running, running.connect() as client:
         client.send(post_head(b"/nope", b"Content-Length: 9000000"))
         assert client.reply().status == 404
         # The client neither sends nor closes.
@@ -218,7 +271,7 @@ def test_beyond_the_limit_there_is_a_quick_503() -> None:
 
 
 def test_a_crowd_that_is_turned_away_leaves_no_descriptors() -> None:
-    with serving(max_connections=1, linger_s=0.1) as running, ExitStack() as stack:
+    with serving(max_connections=1, linger_silence_s=0.1) as running, ExitStack() as stack:
         client = busy(running, stack)
         crowd = [stack.enter_context(running.connect()) for _ in range(150)]
         assert all(each.cut() for each in crowd)
@@ -226,8 +279,15 @@ def test_a_crowd_that_is_turned_away_leaves_no_descriptors() -> None:
         assert client.reply().status == 200
 
 
-def test_an_idle_connection_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_serve.wire.roster._MIN_IDLE_S", 0.0)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes the server wait can be evicted at once."""
+    monkeypatch.setattr("mlx_serve.wire.roster._MIN_WAIT_S", 0.0)
+    monkeypatch.setattr("mlx_serve.wire.roster._MIN_WRITE_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_idle_connection_gives_way() -> None:
     with serving(max_connections=2) as running, ExitStack() as stack:
         working = busy(running, stack)
         idle = stack.enter_context(running.connect())
@@ -239,13 +299,63 @@ def test_an_idle_connection_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
         assert working.reply().status == 200
 
 
-def test_a_head_that_never_ends_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_serve.wire.roster._MIN_IDLE_S", 0.0)
-    with serving(max_connections=1) as running, running.connect() as slow:
-        slow.send(b"GET /hello HTTP/1.1\r\nX-A: ")
-        assert eventually(lambda: running.server.n_connections == 1)
+def in_state(running: Running, *states: str) -> bool:
+    """Waits until the server's connections are in these states."""
+
+    def reached() -> bool:
+        return sorted(place.state for place in running.server._roster._places.values()) == sorted(states)
+
+    return eventually(reached)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("raw", "state"), [
+    (b"GET /hello HTTP/1.1\r\nX-A: ", "head"),
+    (post_head(b"/echo", b"Content-Length: 1000") + b"{", "body"),
+    (post_head(b"/echo", b"Transfer-Encoding: chunked") + b"ff\r\n{", "body"),
+    (b"X\r\n\r\n", "lingering"),
+    (post_head(b"/nope", b"Content-Length: 1000") + b"{", "lingering"),
+])  # fmt: skip
+def test_what_waits_for_its_client_gives_way(raw: bytes, state: str) -> None:
+    with serving(max_connections=1, linger_silence_s=60) as running, running.connect() as slow:
+        slow.send(raw)
+        assert in_state(running, state)
         assert running.ask(get()).status == 200
         assert slow.cut()
+        assert all(request.path == "/hello" for request in running.app.requests)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_reply_that_nobody_takes_gives_way() -> None:
+    with serving(max_connections=1) as running, running.connect() as deaf:
+        deaf.send(post(b"/flood"))
+        assert in_state(running, "running")
+        assert eventually(lambda: running.ask(get()).status == 200)
+        assert running.app.gone.wait(10)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_the_slowest_body_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mlx_serve.access")
+    head = post_head(b"/echo", b"Content-Length: 100001")
+    with serving(max_connections=2) as running, ExitStack() as stack:
+        quick, slow = (stack.enter_context(running.connect()).send(head) for _ in range(2))
+        assert in_state(running, "body", "body")
+        quick.send(b"x" * 100_000)
+        slow.send(b"x")
+        assert eventually(lambda: running.server._setting.bodies.n_held == 100_001)
+        assert running.ask(get()).status == 200
+        assert slow.cut()
+        assert quick.send(b"x").reply().status == 200
+        assert eventually(lambda: "gone=evicted" in caplog.text)
+
+
+def test_a_refusal_does_not_wait_for_its_body() -> None:
+    """With a time-out that would be noticed."""
+    with serving(head_timeout_s=3600, access=AccessPolicy(api_keys=("k",))) as running, running.connect() as client:
+        reply = client.send(post_head(b"/echo", b"Content-Length: 1000") + b"{").reply()
+        assert (reply.status, reply.headers["connection"]) == (401, "close")
+        assert client.at_end()
 
 
 def test_a_connection_that_just_came_does_not() -> None:
@@ -253,6 +363,41 @@ def test_a_connection_that_just_came_does_not() -> None:
         assert eventually(lambda: running.server.n_connections == 1)
         assert running.ask(get()).status == 503
         assert first.send(get()).reply().status == 200
+
+
+# Run with few descriptors, and less patience than a server has.
+FEW_DESCRIPTORS = """
+import logging, resource
+from mlx_serve.wire import roster
+from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server import Server
+from tests.sockets.wirekit import FakeApp
+resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
+logging.basicConfig()
+roster._MIN_WAIT_S = 0.2
+server = Server(FakeApp(), ServerOptions(address=("127.0.0.1", 0)))
+print(server.address[1], flush=True)
+server.serve_forever()
+"""
+
+
+def test_without_descriptors_the_slowest_give_way_and_the_log_says_so_once() -> None:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", FEW_DESCRIPTORS], **pipes) as process, ExitStack() as stack:
+        assert process.stdout is not None
+        address = "127.0.0.1", int(process.stdout.readline())
+        try:
+            for _ in range(56):
+                slow = stack.enter_context(socket.create_connection(address, 10))
+                slow.sendall(b"GET /hello HTTP/1.1\r\nX-A: ")
+            for _ in range(5):
+                with Client(socket.create_connection(address, 10)) as client:
+                    assert client.send(get()).reply().status == 200
+        finally:
+            process.kill()
+        _, log = process.communicate(timeout=10)
+        assert log.count(b"no file descriptors for another connection") == 1
+        assert len(log.splitlines()) == 1
 
 
 # Draining
@@ -335,5 +480,7 @@ def test_the_bodies_of_all_requests_are_bounded_together() -> None:
             assert refused.status == 503
             assert b"--max-total-body-bytes" in refused.body
             assert client.send(b"x" * 20).reply().body == b"x" * 80
+        # Given back when the reply is out, which its client may have read a little earlier.
+        assert eventually(lambda: bodies.n_held == 0)
         assert running.ask(post(b"/echo", b"y" * 60)).body == b"y" * 60
         assert eventually(lambda: bodies.n_held == 0)

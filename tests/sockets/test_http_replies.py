@@ -11,7 +11,7 @@ import pytest
 from mlx_serve.core import RawRequest, Response, internal_error
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.log import RequestLog, as_json, as_text
-from tests.sockets.wirekit import HOST, Client, FakeApp, eventually, get, post, serving
+from tests.sockets.wirekit import HOST, Client, FakeApp, eventually, get, post, post_head, serving
 
 
 def test_every_reply_says_who_when_and_which() -> None:
@@ -52,6 +52,45 @@ def test_what_the_application_is_told() -> None:
             b"body",
             "1, 2",
         )
+
+
+@pytest.mark.parametrize("raw", [
+    b"HEAD /hello HTTP/1.1\r\n\r\n",
+    get(b"/hello", b"X Bad: 1", method=b"HEAD"),
+    get(b"/nope", method=b"HEAD"),
+])  # fmt: skip
+def test_a_refused_head_gets_no_content(raw: bytes) -> None:
+    with serving() as running, running.connect() as client:
+        reply = client.send(raw).half_close().reply(head=True)
+        assert (reply.status, reply.headers["content-length"].isdigit()) == (404 if b"/nope" in raw else 400, True)
+        assert client.at_end()
+
+
+def test_a_post_without_a_length() -> None:
+    with serving() as running, running.connect() as client:
+        # What follows might be a body that is not framed.
+        reply = client.send(post_head(b"/cancel") + get()).reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert client.at_end()
+        refused = running.ask(post_head(b"/echo"))
+        assert (refused.status, refused.headers["connection"]) == (411, "close")
+        assert running.ask(post_head(b"/nope")).status == 404
+        assert [request.path for request in running.app.requests] == ["/cancel"]
+
+
+def test_an_https_target_needs_tls() -> None:
+    with serving() as running:
+        assert running.ask(get(b"https://localhost/hello")).status == 421
+        assert running.ask(get(b"http://localhost/hello")).status == 200
+    with serving(access=AccessPolicy(is_tls=True)) as running:
+        assert running.ask(get(b"https://localhost/hello")).status == 200
+
+
+def test_an_expectation_said_twice_or_empty_is_met() -> None:
+    with serving() as running:
+        for fields in ((b"Expect: 100-continue", b"Expect: 100-continue"), (b"Expect:",)):
+            assert running.ask(post(b"/echo", b"x", *fields)).body == b"x"
+        assert running.ask(post(b"/echo", b"x", b"Expect: 100-continue, a-pony")).status == 417
 
 
 def test_head_is_get_without_the_body() -> None:

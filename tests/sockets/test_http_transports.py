@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
 from tests.sockets.wirekit import Client, FakeApp, Running, get, post, post_head, serving
@@ -42,7 +43,7 @@ def test_a_unix_client_that_leaves_or_half_closes_is_told_apart(uds: str) -> Non
             client.send(post(b"/wait"))
             assert running.app.waiting.acquire(timeout=10)
             client.half_close()
-            assert client.interim() == 100
+            assert client.peek(1) == b"H"
         assert running.app.gone.wait(10)
 
 
@@ -125,6 +126,17 @@ def test_a_refusal_is_read_under_tls_while_sending(certificate: tuple[str, str])
     with serving(tls_cert=cert, tls_key=key) as running, secure(running, cert) as client:
         client.send(post_head(b"/nope", b"Content-Length: 4000000") + b"x" * 1_000_000)
         assert client.reply().status == 404
+
+
+def test_a_refusal_is_read_under_tls_by_a_client_that_sends_everything_first(certificate: tuple[str, str]) -> None:
+    cert, key = certificate
+    limits = FramingLimits(max_body_bytes=1_000_000)
+    with serving(tls_cert=cert, tls_key=key, limits=limits) as running, secure(running, cert) as client:
+        client.send(post_head(b"/echo", b"Content-Length: 16000000"))
+        for _ in range(16):
+            client.send(b"x" * 1_000_000)
+        assert client.reply().status == 413
+        assert client.at_end()
 
 
 def test_a_stream_to_http_1_0_ends_with_a_close_notify(certificate: tuple[str, str]) -> None:

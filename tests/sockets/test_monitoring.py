@@ -138,6 +138,36 @@ def test_a_running_request_is_shown_and_its_text_is_not():
             steps.open()
 
 
+def test_the_log_tells_what_was_made_for_a_client_that_left(caplog):
+    caplog.set_level("INFO", "mlx_serve.access")
+    steps = Steps()
+    with serving(lambda _: steps.backend()) as server:
+        try:
+            with streaming(server):
+                until(lambda: phases(server) == ["queued"], "the request")
+                steps.allowed.release(3)
+                until(lambda: stats(server)["requests"][0]["output_tokens"] == 3, "three tokens")
+            until(lambda: "status=499" in caplog.text, "the end of the request")
+        finally:
+            steps.open()
+    (line,) = [line for line in caplog.text.splitlines() if "status=499" in line]
+    assert f"prompt_tokens={N_PROMPT} cached_tokens=0 output_tokens=3 finish_reason=none" in line
+    assert int(re.search(r"bytes_out=(\d+)", line)[1]) > 500
+
+
+def test_the_log_tells_which_model_a_client_that_left_had_waited_for(caplog):
+    caplog.set_level("INFO", "mlx_serve.access")
+    steps = Steps()
+    with serving(lambda _: steps.backend()) as server:
+        try:
+            with streaming(server):
+                until(lambda: phases(server) == ["queued"], "the request")
+            until(lambda: "status=499" in caplog.text, "the end of the request")
+        finally:
+            steps.open()
+    assert re.search(r"status=499 .* model=fake .* output_tokens=0", caplog.text)
+
+
 def test_a_request_that_waits_is_queued():
     steps = Steps()
     with serving(lambda _: steps.backend(capacity=1)) as server:

@@ -68,6 +68,7 @@ def test_the_list_has_models_adapters_and_exact_aliases(server):
         ("default_model", "fake", "fake"),
         ("gpt-4o", "gpt-4o", "org/second"),
         ("a%2fb", "a/b", "sql"),
+        ("a%2Fb", "a/b", "sql"),
         ("claude-3", "claude-3", "org/second"),
     ],
 )
@@ -87,6 +88,7 @@ def test_each_name_finds_its_object(server, path, name, root):
             "org%2fsecond%00",
             "fake%3Dx",
             "%252e%252e%252fsecond",
+            "org%252Fsecond",
         ),
         *("claude", "Claude-3", "claude-" + "x" * 300, "claude-%00", quote("ｆａｋｅ")),
     ],

@@ -64,6 +64,7 @@ class FakeApp:
         "/boom": frozenset({"POST"}),
         "/refuse": frozenset({"POST"}),
         "/bad-header": frozenset({"GET"}),
+        "/cancel": frozenset({"POST"}),
     }
 
     def __init__(self) -> None:
@@ -75,6 +76,9 @@ class FakeApp:
 
     def methods(self, path: str) -> frozenset[str]:
         return self.ROUTES.get(path, frozenset())
+
+    def takes_body(self, method: str, path: str) -> bool:
+        return path != "/cancel"
 
     def error(self, err: ApiError, path: str, request_id: str) -> Response:
         content = {"message": err.message, "type": err.type, "param": err.param, "code": err.code}
@@ -156,6 +160,12 @@ class Client:
     def send(self, raw: bytes) -> Client:
         self.sock.sendall(raw)
         return self
+
+    def peek(self, n_bytes: int) -> bytes:
+        """The beginning of what the server sends next; it stays to be read."""
+        while len(self._raw) < n_bytes:
+            self._fill()
+        return self._raw[:n_bytes]
 
     def half_close(self) -> Client:
         self.sock.shutdown(socket.SHUT_WR)
@@ -268,7 +278,7 @@ def serving(**options: object) -> Iterator[Running]:
     """A server on a free port. Nothing of it may be left afterwards."""
     before = set(threading.enumerate())
     app = FakeApp()
-    defaults: dict[str, object] = {"address": ("127.0.0.1", 0), "linger_s": 0.5}
+    defaults: dict[str, object] = {"address": ("127.0.0.1", 0), "linger_silence_s": 0.5}
     server = Server(app, ServerOptions(**(defaults | options)))  # type: ignore[arg-type]
     loop = threading.Thread(target=server.serve_forever)
     loop.start()

@@ -163,6 +163,9 @@ class _NoApplication:
     def methods(self, path: str) -> frozenset[str]:
         return frozenset()
 
+    def takes_body(self, method: str, path: str) -> bool:
+        return True
+
     def __call__(self, request: RawRequest) -> Response:
         raise ApiError(503, "not serving")
 

@@ -89,7 +89,7 @@ def launchd_plist(service: Service) -> str:
 
 def newsyslog_conf(service: Service) -> str:
     """Rotation of the log on macOS: by size, some old ones kept. Owner and group, or the new file would be root's."""
-    fields = (str(service.log), f"{service.user}:{service.group}", "640", str(_N_LOGS), str(_LOG_KB), "*", "N")
+    fields = (str(service.log), f"{service.user}:{service.group}", "600", str(_N_LOGS), str(_LOG_KB), "*", "N")
     head = "# logfilename owner:group mode count size(kB) when flags; N: no process is told, the server looks itself"
     return f"{head}\n{' '.join(fields)}\n"
 
