@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # A larger share of the machine disturbs a measurement.
@@ -48,6 +49,22 @@ def holds(pid: int) -> dict[str, int]:
         "rss": int(fields["VmRSS"].split()[0]) * 1024,
         "peak_rss": int(fields["VmHWM"].split()[0]) * 1024,
     }
+
+
+def children(pid: int) -> dict[str, int]:
+    """How many processes descend from a process, and their memory in bytes. Linux only."""
+    found, todo = 0, [pid]
+    rss = 0
+    while todo:
+        parent = todo.pop()
+        for file in Path(f"/proc/{parent}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended since
+                todo += map(int, file.read_text(encoding="ascii").split())
+        if parent != pid:
+            with suppress(OSError, KeyError):  # as a zombie has no memory
+                rss += holds(parent)["rss"]
+                found += 1
+    return {"children": found, "children_rss": rss}
 
 
 def watch_process(pid: int) -> Callable[[], float | None]:

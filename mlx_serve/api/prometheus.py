@@ -64,6 +64,8 @@ def _families(core: Any, metrics: Metrics, engine: EngineStats, status: str) -> 
         yield core.GaugeMetricFamily(PREFIX + name, text, getattr(engine, attribute))
     yield core.CounterMetricFamily(PREFIX + "prefix_cache_evictions", "KV caches given up for room.", engine.evictions)
     yield core.GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine's thread lives.", int(status != "stopped"))
+    stalled = "1 while a step of the engine's thread takes far longer than steps do."
+    yield core.GaugeMetricFamily(PREFIX + "engine_stalled", stalled, int(status == "stalled"))
 
 
 def _counter(core: Any, counter: Counter) -> Any:

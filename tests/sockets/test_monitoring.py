@@ -291,7 +291,7 @@ def test_the_engine_s_figures_are_passed_on():
         assert lines["mlx_serve:kv_cache_bytes"] == 11
         assert lines["mlx_serve:prefix_cache_evictions_total"] == 14
         assert lines["mlx_serve:memory_peak_bytes"] == 17
-        assert lines["mlx_serve:engine_up"] == 1
+        assert (lines["mlx_serve:engine_up"], lines["mlx_serve:engine_stalled"]) == (1, 0)
 
 
 def test_a_stopped_engine_is_told():
