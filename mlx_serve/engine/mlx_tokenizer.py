@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -55,6 +56,7 @@ class MlxTokenizer:
         self.n_tokens = len(wrapper)
         self.has_chat_template = bool(wrapper.has_chat_template)
         self.template = _template_source(wrapper)
+        self._apply_template = _renderer(wrapper)
         self.think: tuple[str, str] | None = (wrapper.think_start, wrapper.think_end) if wrapper.has_thinking else None
         self.tool_call: tuple[str, str] | None = None
         self.tool_format: str | None = None
@@ -105,9 +107,7 @@ class MlxTokenizer:
         try:
             # Rendering is Jinja's work and changes no tokenizer: no lock.
             return str(
-                self._wrapper.apply_chat_template(
-                    list(messages), tools=list(tools) if tools else None, tokenize=False, **options
-                )
+                self._apply_template(list(messages), tools=list(tools) if tools else None, tokenize=False, **options)
             )
         except Exception as error:  # a template is foreign code, which computes with what the client sent
             log.info("the chat template refused a request: %s", one_line(error))
@@ -151,6 +151,13 @@ class MlxTokenizer:
 def _special_ids(wrapper: Any) -> frozenset[int]:
     added = wrapper.added_tokens_decoder.items()
     return frozenset([*map(int, wrapper.all_special_ids), *(int(token) for token, entry in added if entry.special)])
+
+
+def _renderer(wrapper: Any) -> Callable[..., Any]:
+    """What renders the chat template. mlx-lm's own way would turn thinking on where nobody asked for it."""
+    if wrapper._chat_template is not None:
+        return wrapper._chat_template  # type: ignore[no-any-return]
+    return partial(wrapper._tokenizer.apply_chat_template, return_dict=False)
 
 
 def _template_source(wrapper: Any) -> str | None:

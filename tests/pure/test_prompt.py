@@ -7,9 +7,10 @@ import pytest
 from formatkit import DEEPSEEK, HARMONY, TOOLS, gpt_oss, model
 
 from mlx_serve.core import ApiError
-from mlx_serve.engine.fake_backend import FakeTokenizer
-from mlx_serve.text.prompt import chat_prompt, merge_turns, plain_chat, text_prompt
-from mlx_serve.text.toolprompt import as_text
+from mlx_serve.engine.fake_backend import FakeTokenizer, render_lines
+from mlx_serve.text.call_forms import calls_as_text
+from mlx_serve.text.prompt import chat_prompt, plain_chat, text_prompt
+from mlx_serve.text.turn_forms import turns_joined
 
 
 def user(content: str) -> dict:
@@ -29,10 +30,15 @@ def calling(arguments: str, name: str = "add", call_id: str = "call_0123456789ab
 
 
 class Template:
-    """A chat template that keeps what it was given, and refuses what ``refuse`` finds wrong."""
+    """A chat template that keeps what it was given, and refuses what ``refuse`` finds wrong.
 
-    def __init__(self, refuse=lambda messages: None) -> None:
+    ``hide`` makes of a message what comes out of it.
+    """
+
+    def __init__(self, refuse=lambda messages: None, *, hide=dict, has_tools=True) -> None:
         self.refuse = refuse
+        self.hide = hide
+        self.has_tools = has_tools
         self.given = []
         self.tools = None
 
@@ -40,7 +46,13 @@ class Template:
         if fault := self.refuse(messages):
             raise ApiError(400, fault, param="messages")
         self.given, self.tools = list(messages), tools
-        return json.dumps(self.given, ensure_ascii=False)
+        shown = [*map(self.hide, messages), *(tools or () if self.has_tools else ())]
+        return json.dumps(shown, ensure_ascii=False)
+
+
+def without_calls(message: dict) -> dict:
+    """As a template that knows no calls and results."""
+    return {"role": message["role"], "content": message["content"] if message["role"] != "tool" else ""}
 
 
 def render(messages, template=None, *, tools=None, source="{{ tools }} {{ tool_calls }}", **facts):
@@ -121,14 +133,6 @@ def test_what_the_system_says_later_is_the_user_s_where_the_template_wants_it_in
     assert render(messages, Template(strict)) == want
 
 
-def test_gpt_oss_is_told_all_that_the_system_says():
-    """Its template reads a system message in front, and passes over others without a word."""
-    template = Template()
-    messages = [system("a"), system("b"), user("x"), system("c"), user("y")]
-    chat_prompt(model(render=template, special=HARMONY), messages)
-    assert template.given == [system("a\n\nb"), user("x"), user(REMINDER), user("y")]
-
-
 def test_a_system_message_goes_to_the_user_where_the_template_knows_none():
     def no_system(messages):
         return "System role not supported" if any(m["role"] == "system" for m in messages) else None
@@ -136,17 +140,26 @@ def test_a_system_message_goes_to_the_user_where_the_template_knows_none():
     assert render([system("a"), user("b")], Template(no_system)) == [user("a\n\nb")]
 
 
-def test_what_no_template_takes_is_refused_in_its_first_words():
-    words = iter(["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth"])
+def test_a_refusal_is_that_of_the_form_that_came_furthest():
+    """What all changes of the conversation did not help against is what a client can do something about."""
+
+    def refuse(messages):
+        if fault := alternating(messages):
+            return fault
+        return "Too rude." if "damn" in str(messages) else None
+
     with pytest.raises(ApiError) as caught:
-        render([system("a"), user("b"), user("c")], Template(lambda _: next(words)))
-    assert (caught.value.status, caught.value.message) == (400, "first")
+        render([system("a"), user("b"), system("c"), user("damn")], Template(refuse))
+    assert (caught.value.status, caught.value.message) == (400, "Too rude.")
 
 
-def test_turns_with_calls_are_never_joined():
-    messages = [assistant("a", tool_calls=[calling("{}")]), assistant("b"), {"role": "tool", "content": "c"}]
-    assert merge_turns(messages) == messages
-    assert merge_turns([user(""), user("a")]) == [user("a")]
+def test_turns_that_are_joined_keep_their_calls_and_thoughts():
+    call, thought = calling("{}"), assistant("b", reasoning_content="hm")
+    (turn,) = turns_joined(
+        [assistant("a"), thought, assistant("", tool_calls=[call]), assistant("", tool_calls=[call])]
+    )
+    assert turn == assistant("a\n\nb", reasoning_content="hm", tool_calls=[call, call])
+    assert turns_joined([user(""), user("a")]) == [user("a")]
 
 
 # Tools that the template has no place for
@@ -161,8 +174,8 @@ def test_tools_are_put_in_as_text_where_the_template_has_no_place_for_them():
         {"role": "tool", "content": "3", "tool_call_id": "y"},
         user("And?"),
     ]
-    template = Template()
-    got = render(messages, template, tools=TOOLS, source="{{ messages }}")
+    template = Template(hide=without_calls, has_tools=False)
+    got = render(messages, template, tools=TOOLS)
     assert template.tools is None
     assert [m["role"] for m in got] == ["system", "user", "assistant", "user", "user"]
     assert got[0]["content"].startswith("Be brief.\n\n")
@@ -180,15 +193,14 @@ def test_tools_are_put_in_as_text_where_the_template_has_no_place_for_them():
 )
 def test_a_call_as_text_has_its_arguments_as_the_model_wrote_them(arguments, written):
     messages = [user("x"), assistant(tool_calls=[calling(arguments)])]
-    got = render(messages, Template(), source="{{ messages }}")
+    got = render(messages, Template(hide=without_calls))
     assert got[1]["content"] == f'<tool_call>\n{{"name": "add", "arguments": {written}}}\n</tool_call>'
 
 
 def test_a_template_with_calls_and_no_definitions_gets_its_own_form():
-    template = Template()
-    messages = [user("x"), assistant(tool_calls=[calling("{}")])]
+    messages = [user("x"), assistant(tool_calls=[calling("{}")]), {"role": "tool", "content": "y"}]
     facts = {"tools": TOOLS, "source": "tool_calls <｜tool▁calls▁begin｜>"}
-    got = render(messages, template, **facts)
+    got = render(messages, Template(has_tools=False), **facts)
     assert got[0]["role"] == "system"
     assert DEEPSEEK[0] in got[0]["content"]
     assert got[2]["tool_calls"]
@@ -204,12 +216,12 @@ def test_a_template_gets_what_a_tool_leaves_out_when_it_asks_for_it():
     bare = {"type": "function", "function": {"name": "f"}}
 
     def render_all(messages, tools, options):
-        if any("description" not in tool["function"] for tool in tools):
+        if any("description" not in tool["function"] for tool in tools or ()):
             raise ApiError(400, "'dict object' has no attribute 'description'", param="messages")
-        return json.dumps(tools)
+        return json.dumps([*(tools or ()), *messages])
 
     prompt = chat_prompt(model(render=render_all), [user("x")], tools=[bare])
-    (tool,) = json.loads(bytes(prompt.tokens))
+    tool, _ = json.loads(bytes(prompt.tokens))
     assert tool["function"] == {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
     template = Template()
     render([user("x")], template, tools=[bare])
@@ -232,12 +244,12 @@ WORDS = "x" * 2000
 
 
 def test_many_turns_of_one_side_are_merged_in_one_go():
-    (merged,) = merge_turns([user(WORDS)] * N_MESSAGES)
+    (merged,) = turns_joined([user(WORDS)] * N_MESSAGES)
     assert len(merged["content"]) == N_MESSAGES * len(WORDS) + (N_MESSAGES - 1) * 2
 
 
 def test_many_results_are_written_out_in_one_go():
-    (turn,) = as_text([{"role": "tool", "content": WORDS}] * N_MESSAGES)
+    (turn,) = calls_as_text([{"role": "tool", "content": WORDS}] * N_MESSAGES)
     assert len(turn["content"]) > N_MESSAGES * len(WORDS)
 
 
@@ -253,34 +265,45 @@ def test_the_text_of_a_prompt_is_checked_while_it_is_tokenized():
 # Fields of some models
 
 
-def test_ids_of_calls_have_the_form_that_the_template_wants():
-    messages = [
-        assistant(tool_calls=[calling("{}", call_id="call_1"), calling("{}", call_id="abcDEF123")]),
-        {"role": "tool", "content": "1", "tool_call_id": "call_1"},
-    ]
-    got = render(messages, tool_call=("[TOOL_CALLS]", ""), tool_format="mistral")
-    ids = [call["id"] for call in got[0]["tool_calls"]]
-    assert (len(ids[0]), ids[0].isalnum(), ids[1]) == (9, True, "abcDEF123")
-    assert got[1]["tool_call_id"] == ids[0]
-    got = render(messages, tool_call=("<a>", "<b>"), tool_format="kimi_k2")
-    assert [call["id"] for call in got[0]["tool_calls"]] == ["functions.add:0", "functions.add:1"]
-    assert got[1]["tool_call_id"] == "functions.add:0"
+MESSAGES_WITH_IDS = [
+    user("x"),
+    assistant(tool_calls=[calling("{}", call_id="call_1"), calling("{}", call_id="abcDEF123")]),
+    {"role": "tool", "content": "1", "tool_call_id": "call_1"},
+    {"role": "tool", "content": "2", "tool_call_id": "abcDEF123"},
+]
+
+
+def ids_of(messages):
+    calls = [call["id"] for message in messages for call in message.get("tool_calls", ())]
+    return calls, [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+
+
+def test_ids_have_nine_letters_where_the_template_wants_it():
+    def refuse(messages):
+        ids = [id_ for some in ids_of(messages) for id_ in some]
+        return "Ids have nine letters" if any(len(id_) != 9 or not id_.isalnum() for id_ in ids) else None
+
+    calls, results = ids_of(render(MESSAGES_WITH_IDS, Template(refuse)))
+    assert calls == results
+    assert calls[1] == "abcDEF123"
+    assert ids_of(render(MESSAGES_WITH_IDS)) == (["call_1", "abcDEF123"], ["call_1", "abcDEF123"])
+
+
+def test_ids_have_the_names_where_the_template_shows_nothing_else_of_a_call():
+    def show_ids(message):
+        shown = [(call["id"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        return {**message, "tool_calls": shown}
+
+    calls, results = ids_of(render(MESSAGES_WITH_IDS, Template(hide=show_ids)))
+    assert calls == results == ["functions.add:0", "functions.add:1"]
 
 
 def test_thoughts_go_by_the_name_that_the_template_has_for_them():
-    messages = [user("x"), assistant("a", reasoning_content="hm")]
-    assert render(messages, source="tools tool_calls message.thinking")[1]["thinking"] == "hm"
+    messages = [user("x"), assistant("a", reasoning_content="hm", tool_calls=[calling("{}")])]
+    other = {"reasoning_content": "", "thinking": ""}
+    got = render(messages, Template(hide=lambda m: m | other | {"thinking": m.get("thinking", "")}))
+    assert got[1]["thinking"] == "hm"
     assert "thinking" not in render(messages)[1]
-
-
-def test_gpt_oss_gets_its_own_history():
-    template = Template()
-    tokenizer = model(special=HARMONY, render=template)
-    turn = assistant("b", reasoning_content="hm", tool_calls=[calling('{"a": 1}'), calling("{}", call_id="2")])
-    chat_prompt(tokenizer, [user("x"), turn, {"role": "tool", "content": "1", "tool_call_id": "2"}])
-    assert [m["role"] for m in template.given] == ["user", "assistant", "assistant", "tool"]
-    assert template.given[1]["thinking"] == "hm\n\nb"
-    assert template.given[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 # What clients write is text
@@ -318,7 +341,7 @@ def test_nor_do_tools_calls_and_prompts_without_a_template():
 
 def test_a_prompt_that_opens_the_reasoning_ends_in_it():
     def ends(text):
-        tokenizer = FakeTokenizer(render=lambda messages, tools, options: messages[0]["content"] + text)
+        tokenizer = FakeTokenizer(render=lambda *given: render_lines(*given) + text)
         return chat_prompt(tokenizer, [user("x")]).in_reasoning
 
     assert ends("<think>\n")
@@ -366,24 +389,26 @@ def test_a_turn_that_has_begun_is_the_last_text_of_the_prompt_and_never_a_contro
     ],
 )
 def test_a_turn_goes_on_behind_its_thoughts_or_in_them(opened, thought, said, written, in_reasoning):
-    tokenizer = model("<think>", "</think>", think=("<think>", "</think>"), render=lambda *_: f"x{opened}")
+    tokenizer = model(
+        "<think>", "</think>", think=("<think>", "</think>"), render=lambda *given: render_lines(*given) + opened
+    )
     begun = assistant(said, reasoning_content=thought)
     prompt = chat_prompt(tokenizer, [user("x")], begun=begun)
-    assert tokenizer.decode(prompt.tokens) == f"x{written}"
+    assert tokenizer.decode(prompt.tokens) == f"user: x\n{written}"
     assert (prompt.in_reasoning, prompt.continues) == (in_reasoning, said != "")
 
 
 def test_thoughts_are_left_out_where_the_model_has_none():
-    tokenizer = model(think=None, render=lambda *_: "x")
+    tokenizer = model(think=None, render=render_lines)
     prompt = chat_prompt(tokenizer, [user("x")], begun=assistant("So", reasoning_content="hm"))
-    assert tokenizer.decode(prompt.tokens) == "xSo"
+    assert tokenizer.decode(prompt.tokens) == "user: x\nSo"
 
 
 def test_a_prompt_can_end_behind_the_last_message():
-    tokenizer = model(render=lambda messages, tools, options: json.dumps(options))
-    assert json.loads(tokenizer.decode(chat_prompt(tokenizer, [user("x")]).tokens)) == {}
+    tokenizer = model(render=lambda m, t, options: json.dumps([options, *(message["content"] for message in m)]))
+    assert json.loads(tokenizer.decode(chat_prompt(tokenizer, [user("x")]).tokens)) == [{}, "x"]
     closed = chat_prompt(tokenizer, [user("x")], is_open=False)
-    assert json.loads(tokenizer.decode(closed.tokens)) == {"add_generation_prompt": False}
+    assert json.loads(tokenizer.decode(closed.tokens)) == [{"add_generation_prompt": False}, "x"]
     bare = model(has_chat_template=False)
     assert bare.decode(chat_prompt(bare, [user("x")], is_open=False).tokens) == "USER: x"
 

@@ -28,7 +28,7 @@ STATES = ("completed", "incomplete", "failed")
 
 def render_turns(messages, tools, options) -> str:
     """All that a message holds, an assistant's exactly as the model wrote it."""
-    lines = [f"[tools {' '.join(tool['function']['name'] for tool in tools)}]"] if tools else []
+    lines = [f"[tools {' '.join(tool['function']['name'] for tool in tools)}]", json.dumps(tools)] if tools else []
     for message in messages:
         thought = message.get("reasoning_content")
         text = f"[{message['role']}]" + (f"<think>{thought}</think>" if thought else "") + message["content"]

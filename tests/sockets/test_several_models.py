@@ -9,7 +9,7 @@ from apikit import ENTRY, serving
 
 from mlx_serve.api.schema import Defaults
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import FakeBackend, FakeTokenizer
+from mlx_serve.engine.fake_backend import FakeBackend, FakeTokenizer, render_lines
 
 SECOND = replace(
     ENTRY,
@@ -143,8 +143,10 @@ def test_template_arguments_of_the_server_the_model_and_the_request_add_up():
     seen = []
 
     def render(messages, tools, options):
-        seen.append(dict(options))
-        return "x"
+        # Not when the template is probed.
+        if "a" in options:
+            seen.append(dict(options))
+        return render_lines(messages, tools, {})
 
     catalog = Catalog(ENTRY, models=[SECOND])
     options = {"enable_thinking": False, "a": 1}

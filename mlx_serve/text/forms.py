@@ -1,0 +1,81 @@
+"""Forms of a conversation and its tools: changes that lose nothing, for the chat templates that need them.
+
+A step takes messages and returns messages. It changes only what it is about, and leaves other conversations alone.
+``template_probe`` finds out which steps a template needs. This module knows no template and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from mlx_serve.text import call_forms as calls
+from mlx_serve.text import turn_forms as turns
+from mlx_serve.text.call_forms import Message
+
+Step: TypeAlias = Callable[[Sequence[Message]], list[Message]]
+
+
+def in_form(messages: Sequence[Message], steps: Collection[Step]) -> list[Message]:
+    """The messages after ``steps``, in the order of ``PIPELINE``, as a template can be given them."""
+    for step in PIPELINE:
+        if step in steps:
+            messages = step(messages)
+    return [calls.with_plain_arguments(message) for message in messages]
+
+
+def filled(tools: Sequence[Any]) -> list[Any]:
+    """Tools with what OpenAI lets a client leave out, and some templates cannot do without."""
+    return [{**tool, "function": _described(_with_parameters(tool["function"]))} for tool in tools]
+
+
+def flat(tools: Sequence[Any]) -> list[Any]:
+    """Tools that have a function's fields in themselves too, for templates that look for them there."""
+    return [{**tool, **tool["function"]} for tool in filled(tools)]
+
+
+def _with_parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {}} | (function.get("parameters") or {})
+    if isinstance(parameters["properties"], Mapping):
+        named = parameters["properties"].items()
+        parameters["properties"] = {name: _described(v) if isinstance(v, Mapping) else v for name, v in named}
+    return {**function, "parameters": parameters}
+
+
+def _described(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {**value, "description": value.get("description") or ""}
+
+
+# Turns are joined twice: before calls are looked at, and after messages became the user's.
+PIPELINE: tuple[Step, ...] = (
+    turns.thoughts_in_calls_only,
+    turns.without_thoughts,
+    turns.late_systems_as_user,
+    turns.systems_joined,
+    turns.system_first,
+    turns.without_empty_turns,
+    turns.turns_joined,
+    calls.calls_as_text,
+    calls.unpaired_as_text,
+    calls.several_as_text,
+    calls.spoken_as_text,
+    calls.content_apart_once_answered,
+    calls.content_apart,
+    calls.content_in_thoughts,
+    calls.one_call_each,
+    calls.named_results,
+    calls.ids_of_nine,
+    calls.ids_with_names,
+    turns.turns_joined,
+    turns.text_in_results,
+    turns.system_in_user_if_late,
+    turns.system_in_user,
+    turns.user_first,
+    turns.user_last,
+    turns.history_in_user,
+    turns.thoughts_as_thinking,
+    calls.no_content_in_calls,
+    turns.content_in_parts,
+    calls.arguments_as_text,
+    calls.arguments_wrapped,
+)

@@ -1,0 +1,70 @@
+"""Conversations and tools of marker words, for ``template_probe`` to render. Knows no template."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mlx_serve.text.call_forms import Arguments, Message
+
+_WORD = re.compile("zq[a-z]+zq")
+
+
+def n_lost(value: object, text: str) -> int:
+    """How many of the words in ``value`` are not in ``text``. Some templates write names in capitals."""
+    lowered = text.lower()
+    return sum(word not in lowered for word in set(_WORD.findall(str(value))))
+
+
+def user(name: str) -> Message:
+    """What a user says."""
+    return {"role": "user", "content": f"zqu{name}zq"}
+
+
+def system(name: str) -> Message:
+    """What the system says."""
+    return {"role": "system", "content": f"zqs{name}zq"}
+
+
+def assistant(name: str = "", *calls: str, thoughts: str = "") -> Message:
+    """An answer; without a name there is no text in it."""
+    made = [
+        _call(call, Arguments(f'{{"zq{call}kzq": "zq{call}vzq"}}', {f"zq{call}kzq": f"zq{call}vzq"})) for call in calls
+    ]
+    fields = {"tool_calls": made} if made else {}
+    reasoning = {"reasoning_content": thoughts} if thoughts else {}
+    return {"role": "assistant", "content": f"zqa{name}zq" if name else "", **reasoning, **fields}
+
+
+def cut_call(call: str) -> Message:
+    """A call that was cut off before it was whole."""
+    return {"role": "assistant", "content": "", "tool_calls": [_call(call, Arguments('{"place": "zqcutzq', None))]}
+
+
+def result(call: str) -> Message:
+    """What a call returned."""
+    return {"role": "tool", "tool_call_id": _call_id(call), "content": f"zq{call}rzq"}
+
+
+def tool(name: str) -> dict[str, Any]:
+    """A tool with all that describes it."""
+    parameter = {"type": "string", "description": f"zq{name}ezq"}
+    parameters = {"type": "object", "properties": {f"zq{name}pzq": parameter}, "required": [f"zq{name}pzq"]}
+    function = {"name": f"zq{name}nzq", "description": f"zq{name}dzq", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def sparse_tools() -> list[dict[str, Any]]:
+    """Tools with no more than they must have."""
+    parameters = {"type": "object", "properties": {"zqpzq": {"type": "string"}}}
+    functions: list[dict[str, Any]] = [{"name": "zqsparsezq", "parameters": parameters}, {"name": "zqbarezq"}]
+    return [{"type": "function", "function": function} for function in functions]
+
+
+def _call(call: str, arguments: Arguments) -> dict[str, Any]:
+    function = {"name": f"zq{call}nzq", "arguments": arguments}
+    return {"id": _call_id(call), "type": "function", "function": function}
+
+
+def _call_id(call: str) -> str:
+    return f"call_{call}0123456789abcdef"

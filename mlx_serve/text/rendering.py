@@ -1,0 +1,119 @@
+"""Renders a conversation with the model's chat template, in the mildest form in which nothing of it is lost.
+
+``template_probe`` knows what the template needs; ``forms`` does it. Knows no tokens and no request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+from mlx_serve.core import ApiError
+from mlx_serve.text import forms
+from mlx_serve.text.call_forms import Arguments, Message
+from mlx_serve.text.formats import Formats
+from mlx_serve.text.formats import formats as formats_of
+from mlx_serve.text.forms import Step
+from mlx_serve.text.guard import Guard
+from mlx_serve.text.template_probe import STRICTER, TOOL_FORMS, plan
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.text.toolprompt import with_definitions
+
+_MAX_KEPT = 32
+
+
+def rendered(
+    formats: Formats, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]
+) -> str:
+    """The template's text, with the tools described in words where it does not take them.
+
+    Raises ApiError 400 with the refusal of the last form: what all that was changed did not help against.
+    """
+    tokenizer = formats.tokenizer
+    chosen = plan(tokenizer, with_tools=bool(tools))
+    if not chosen.shows_users:
+        text = "The model's chat template leaves out what users write: this model is not made for chat."
+        raise ApiError(400, text, param="messages")
+    turns, options = _turns(formats, messages), _named(options, chosen.thinking_option)
+    offered = guard_of(tokenizer, is_own=True).value(list(tools))
+    if offered and chosen.tools != "described":
+        # A tool may be of a kind that the template fails at.
+        with suppress(ApiError):
+            return _in_a_form_it_takes(tokenizer, chosen.steps, turns, TOOL_FORMS[chosen.tools](offered), options)
+    described = with_definitions(turns, offered, formats.calls) if offered else turns
+    return _in_a_form_it_takes(tokenizer, chosen.steps, described, None, options)
+
+
+def plain_turns(formats: Formats, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Message]:
+    """The messages for a model without a chat template: tools, calls and results are text."""
+    turns = _turns(formats, messages)
+    offered = guard_of(formats.tokenizer, is_own=True).value(list(tools))
+    described = with_definitions(turns, offered, formats.calls) if offered else turns
+    return forms.in_form(described, plan(formats.tokenizer, with_tools=bool(tools)).steps)
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def guard_of(tokenizer: Tokenizer, *, is_own: bool) -> Guard:
+    """What may be no control token in a text. ``is_own``: an assistant's earlier turns, and a client's instructions.
+
+    Those may hold the markers of reasoning and calls: templates look for the former, and some clients explain the
+    latter.
+    """
+    formats = formats_of(tokenizer)
+    if not is_own or formats.is_harmony:
+        return Guard(formats.controls.values())
+    special = tokenizer.special_ids - formats.in_markers.keys()
+    return Guard(text for token, text in formats.controls.items() if token in special)
+
+
+def _turns(formats: Formats, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages as the steps expect them: no nulls, a string as content, and nothing that becomes a control token."""
+    turns = []
+    for message in messages:
+        guard = guard_of(formats.tokenizer, is_own=message["role"] in ("assistant", "system"))
+        kept = {key: value for key, value in message.items() if value is not None and value != []}
+        turns.append(guard.message({"content": "", **kept}))
+        for call in turns[-1].get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"], guard, formats.calls.example)
+    return turns
+
+
+def _arguments(text: str, guard: Guard, example: str) -> Arguments:
+    """Guarded after they are parsed: an escape in their JSON may stand for a character of a control token."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    return Arguments(text, guard.value(value) if isinstance(value, dict) else None, example)
+
+
+def _named(options: Mapping[str, Any], thinking_option: str) -> dict[str, Any]:
+    """The options of a request, with the template's own name for the one that switches reasoning on."""
+    return {thinking_option if name == "enable_thinking" else name: value for name, value in options.items()}
+
+
+def _in_a_form_it_takes(
+    tokenizer: Tokenizer,
+    steps: frozenset[Step],
+    turns: Sequence[Message],
+    tools: Sequence[Any] | None,
+    options: Mapping[str, Any],
+) -> str:
+    """The template's text of the messages after ``steps``, or after more of them."""
+    last: list[Message] | None = None
+    refusal: ApiError | None = None
+    for more in ((), *STRICTER):
+        steps = steps.union(more)
+        messages = forms.in_form(turns, steps)
+        if messages == last:
+            continue
+        last = messages
+        try:
+            return tokenizer.render_chat(messages, tools, options)
+        except ApiError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal

@@ -1,0 +1,215 @@
+"""Finds out, once for each chat template, how it must be given a conversation so that nothing of it is lost.
+
+Conversations of marker words are rendered, and the mildest form is chosen in which all words come out. What a template
+raises does not tell: many leave out a system message, a tool or a call without a word. Knows no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, product
+from typing import Any, Literal, TypeAlias
+
+from mlx_serve.core import ApiError
+from mlx_serve.text import call_forms as calls
+from mlx_serve.text import forms
+from mlx_serve.text import turn_forms as turns
+from mlx_serve.text.call_forms import Message
+from mlx_serve.text.forms import Step
+from mlx_serve.text.probe_words import assistant, cut_call, n_lost, result, sparse_tools, system, tool, user
+from mlx_serve.text.tokenizer import Tokenizer
+
+Steps: TypeAlias = frozenset[Step]
+Tools: TypeAlias = list[dict[str, Any]]
+ToolForm: TypeAlias = Literal["own", "filled", "flat", "described"]
+
+_MAX_KEPT = 32
+# The names of the option that switches reasoning on.
+_THINKING_OPTIONS = ("enable_thinking", "thinking")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a template has to be given a conversation.
+
+    ``shows_users``: whether what a user writes is in the prompt at all; speech and ranking models leave it out.
+    ``tools``: as the client wrote them, filled with what OpenAI lets a client leave out, flat as well as nested, or
+    described in a system message.
+    ``thinking_option``: what the template calls the option to think.
+    """
+
+    steps: Steps
+    tools: ToolForm
+    thinking_option: str
+    shows_users: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Matter:
+    """Conversations that have one thing in common, and the steps that it may need, the mildest first."""
+
+    conversations: tuple[list[Message], ...]
+    choices: tuple[tuple[Step, ...], ...]
+
+
+_S, _S2, _S3 = system("a"), system("b"), system("c")
+_U, _U2, _U3 = user("a"), user("b"), user("c")
+_A, _A2 = assistant("a"), assistant("b")
+_CALL, _R, _R2 = assistant("", "caa"), result("caa"), result("cbb")
+_CALL2, _TWO_CALLS = assistant("", "cbb"), assistant("", "caa", "cbb")
+_SPOKEN, _THINKING = assistant("a", "caa"), assistant("a", thoughts="Hm.")
+_CALL_FIELDS: tuple[Step, ...] = (
+    *(calls.ids_with_names, calls.ids_of_nine, calls.no_content_in_calls, calls.named_results),
+    calls.arguments_as_text,
+)
+_AS_TEXT: tuple[tuple[Step, ...], ...] = ((calls.calls_as_text,), (calls.calls_as_text, turns.turns_joined))
+
+# Each is probed with the steps that those before it need.
+_MATTERS = (
+    _Matter(
+        ([_U], [_U, _A, _U2], [_U, _A, _U2, _A2, _U3]),
+        (
+            (turns.content_in_parts,),
+            (turns.system_first,),
+            (turns.turns_joined, calls.calls_as_text, turns.history_in_user),
+        ),
+    ),
+    # A system message, several, late ones.
+    _Matter(([_S, _U], [_S, _U, _A, _U2]), ((turns.system_in_user,),)),
+    _Matter(([_S, _U, _A],), ((turns.system_in_user_if_late,),)),
+    _Matter(([_S, _S2, _U],), ((turns.systems_joined,),)),
+    _Matter(
+        (
+            *([_S, _U, _S2], [_S, _U, _A, _S2, _U2], [_U, _A, _S, _U2], [_S, _U, _A, _U2, _S2]),
+            [_S, _U, _S2, _A, _U2, _S3, _U3],
+        ),
+        ((turns.late_systems_as_user,), (turns.late_systems_as_user, turns.turns_joined)),
+    ),
+    # Turns in an order that is not the usual one.
+    _Matter(([_U, _U2], [_S, _U, _A, _U2, _U3]), ((turns.turns_joined,),)),
+    _Matter(
+        ([_U, _THINKING, _U2], [_U, _THINKING, _U2, _A2]), ((turns.thoughts_in_calls_only,), (turns.without_thoughts,))
+    ),
+    _Matter(([_U, _A2, _A, _U2], [_U, _A2, _THINKING, _U2]), ((turns.turns_joined,),)),
+    _Matter(
+        ([_U, assistant(), _U2], [_U, _A, _U2, assistant(), _U3]),
+        ((turns.without_empty_turns,), (turns.without_empty_turns, turns.turns_joined)),
+    ),
+    _Matter(([_A, _U], [_S, _A, _U], [_S]), ((turns.user_first,),)),
+    _Matter(([_U, _A], [_A]), ((turns.user_last,),)),
+    # A call and its result, several, and what may stand beside them.
+    _Matter(
+        ([_U, _CALL, _R], [_U, _CALL, _R, _A, _U2], [_S, _U, _CALL, _R, _A, _U2, _CALL2, _R2]),
+        tuple(some for n in (1, 2, 3) for some in combinations(_CALL_FIELDS, n)) + _AS_TEXT,
+    ),
+    _Matter(([_U, _CALL, _R, _CALL2, _R2, _A2],), _AS_TEXT),
+    _Matter(
+        ([_U, _TWO_CALLS, _R, _R2], [_U, _TWO_CALLS, _R, _R2, _A, _U2]),
+        ((calls.one_call_each,), (calls.several_as_text,), (calls.several_as_text, turns.turns_joined)),
+    ),
+    _Matter(
+        ([_U, _SPOKEN, _R], [_U, _SPOKEN, _R, _A2, _U2], [_U, _CALL2, _R2, _SPOKEN, _R, _A2]),
+        (
+            (calls.content_apart_once_answered,),
+            (calls.content_apart,),
+            (calls.spoken_as_text,),
+            (calls.spoken_as_text, turns.turns_joined),
+        ),
+    ),
+    _Matter(
+        ([_U, assistant("a", "caa", thoughts="zqhzq"), _R],),
+        (
+            (turns.thoughts_as_thinking,),
+            (calls.content_in_thoughts,),
+            (calls.content_in_thoughts, turns.thoughts_as_thinking),
+        ),
+    ),
+    _Matter(([_U, cut_call("caa"), _R, _A, _U2],), ((calls.arguments_wrapped,),)),
+    _Matter(([_U, _CALL, _R, _U2], [_U, _TWO_CALLS, _R, _R2, _U2, _A, _U3]), ((turns.text_in_results,),)),
+    _Matter(([_S, _CALL, _R], [_CALL, _R, _A, _U]), ((turns.user_first,),)),
+    _Matter(
+        (
+            *([_U, _R, _U2], [_U, _A, _R, _U2], [_U, _A, _R], [_R, _U], [_U, _CALL]),
+            *([_U, _CALL, _U2], [_U, _TWO_CALLS, _R, _U2], [_U, _CALL, _R, _R2, _A, _U2]),
+        ),
+        ((calls.unpaired_as_text,), (calls.unpaired_as_text, turns.turns_joined)),
+    ),
+)
+# For a conversation that a template refuses all the same: what else it may want, added one after the other.
+STRICTER: tuple[tuple[Step, ...], ...] = (
+    (turns.late_systems_as_user, turns.systems_joined),
+    (turns.turns_joined, turns.without_empty_turns),
+    (turns.user_first,),
+    (calls.unpaired_as_text, calls.arguments_wrapped),
+    (turns.text_in_results,),
+    (calls.calls_as_text,),
+    (turns.system_in_user,),
+    (turns.without_thoughts,),
+)
+TOOL_FORMS: Mapping[ToolForm, Callable[[Tools], Tools]] = {"own": list, "filled": forms.filled, "flat": forms.flat}
+_WITHOUT_TEMPLATE = Plan(frozenset({calls.calls_as_text}), "described", _THINKING_OPTIONS[0])
+_TOOLS = [tool("taa"), tool("tbb")]
+
+
+@lru_cache(maxsize=_MAX_KEPT)
+def plan(tokenizer: Tokenizer, *, with_tools: bool) -> Plan:
+    """What the tokenizer's template needs, in requests with tools and in those without."""
+    if not tokenizer.has_chat_template:
+        return _WITHOUT_TEMPLATE
+    form, steps = _tool_form(tokenizer) if with_tools else ("own", frozenset())
+    tools = TOOL_FORMS[form](_TOOLS) if with_tools and form != "described" else None
+    for matter in _MATTERS:
+        steps = _choose(tokenizer, matter, steps, tools)
+    alone = _text(tokenizer, forms.in_form([_U], steps), tools)
+    return Plan(steps, form, _thinking_option(tokenizer), shows_users=alone is None or not n_lost(_U, alone))
+
+
+def _choose(tokenizer: Tokenizer, matter: _Matter, steps: Steps, tools: Tools | None) -> Steps:
+    """``steps``, and the first choice for a matter with which no word is lost, or else the fewest are."""
+    lost: dict[Steps, int] = {}
+    for choice in ((), *matter.choices):
+        form = steps.union(choice)
+        lost[form] = sum(_n_lost(tokenizer, messages, form, tools) for messages in matter.conversations)
+        if not lost[form]:
+            return form
+    return min(lost, key=lost.__getitem__)
+
+
+def _n_lost(tokenizer: Tokenizer, messages: Sequence[Message], steps: Steps, tools: Tools | None) -> int:
+    return n_lost([messages, tools], _text(tokenizer, forms.in_form(messages, steps), tools) or "")
+
+
+def _tool_form(tokenizer: Tokenizer) -> tuple[ToolForm, Steps]:
+    """The mildest way in which a template shows all of a tool, with a system message and without one."""
+    everything = [*_TOOLS, *sparse_tools()]
+    ways = [(form, tools) for tools in (everything, _TOOLS) for form in TOOL_FORMS]
+    choices: tuple[Steps, ...] = (frozenset(), frozenset({turns.system_first}), frozenset({turns.system_in_user}))
+    for (form, given), steps in product(ways, choices):
+        tools = TOOL_FORMS[form](given)
+        texts = [_text(tokenizer, forms.in_form(messages, steps), tools) for messages in ([_S, _U], [_U])]
+        if not any(n_lost(tools, text or "") for text in texts):
+            return form, steps
+    return "described", frozenset()
+
+
+def _thinking_option(tokenizer: Tokenizer) -> str:
+    """The name of the option that makes a difference."""
+    for name in _THINKING_OPTIONS:
+        if len({_text(tokenizer, [_U], None, {name: value}) for value in (True, False)}) > 1:
+            return name
+    return _THINKING_OPTIONS[0]
+
+
+def _text(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    options: Mapping[str, Any] | None = None,
+) -> str | None:
+    """What the template makes of them; None when it refuses."""
+    try:
+        return tokenizer.render_chat(messages, tools, options or {})
+    except ApiError:
+        return None
