@@ -212,16 +212,44 @@ def test_models_come_and_go_on_all_ranks_and_one_that_a_rank_lacks_fails_alone(t
         assert tokens(port, "abc", model="second") == second
 
 
-def test_a_step_that_fails_alike_on_all_ranks_fails_its_request_alone(models, tmp_path):
-    # This tiny model's heads are smaller than any group that MLX quantizes.
-    with ranks(tmp_path, "--model", models / "first", "--kv-bits", 8, "--quantized-kv-start", 0) as (started, port):
+# A model that raises while a step is described, on all ranks alike, once it has been tried and has served for a while.
+TIRED = """
+from mlx_lm.models import qwen2
+from mlx_lm.models.qwen2 import ModelArgs
+
+
+class Model(qwen2.Model):
+    n_passes = 0
+
+    def __call__(self, inputs, **kwargs):
+        Model.n_passes += inputs.shape[1] == 1
+        if Model.n_passes > 60:
+            raise ValueError("this model is tired")
+        return super().__call__(inputs, **kwargs)
+"""
+
+
+def test_a_step_that_fails_alike_on_all_ranks_fails_its_request_alone(tmp_path):
+    model = write_model(tmp_path / "tired", make=tiny_qwen2, model_type="qwen2", model_file="tired.py")
+    (model / "tired.py").write_text(TIRED)
+    with ranks(tmp_path, "--model", model, "--trust-remote-code") as (started, port):
         wait_until_ready(started)
         for _ in range(2):
-            status, answer = ask(port, {"prompt": "some prompt", "max_tokens": 4})
+            status, answer = ask(port, {"prompt": "some prompt", "max_tokens": 100, "ignore_eos": True})
             assert (status, answer["error"]["type"]) == (500, "server_error")
         assert ask(port, None, "/health")[0] == 200
         started[0].process.send_signal(signal.SIGTERM)
         assert [each.ended()[0] for each in started] == [0, 0]
+        assert "this model is tired" in started[0].ended()[1]
+
+
+def test_a_quantized_cache_that_the_model_cannot_have_is_refused_on_all_ranks(models, tmp_path):
+    # This tiny model's heads are smaller than any group that MLX quantizes.
+    with ranks(tmp_path, "--model", models / "first", "--kv-bits", 8) as (started, _):
+        status, log = started[0].ended()
+        assert status == 1
+        assert "--kv-bits does not work" in log
+        assert "lost the other ranks" not in log
 
 
 def test_rank_0_ends_when_another_rank_dies(models, tmp_path):
