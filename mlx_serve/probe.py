@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_serve import blas
+from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.model_dir import check_files, read_object
 
 
@@ -88,7 +89,9 @@ def _tokenizer_fault(path: Path, *, trust_remote_code: bool) -> str:
 
     try:
         load_tokenizer(path, {"trust_remote_code": trust_remote_code})
-    except Exception as error:  # noqa: BLE001  foreign files, foreign code: whatever it raises is the finding
+    except BaseException as error:  # foreign files, foreign code: whatever it raises is the finding
+        if not is_fault(error):
+            raise
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return ""
 

@@ -12,6 +12,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
 from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.kv_size import NO_KV, KvSize
 from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
@@ -107,7 +108,11 @@ class _Guarded:
             return logits
         try:
             processed: mx.array = self.processor(context, logits)
-        except Exception:  # whatever it is, it concerns this job and no other one
+        except (
+            BaseException
+        ) as error:  # whatever a grammar's library makes of it, it concerns this job and no other one
+            if not is_fault(error):
+                raise
             log.exception("a logits processor failed")
             self.choice.fault = internal_error()
             return logits

@@ -1,4 +1,13 @@
-"""An exception as one short line, for logs and start-up errors."""
+"""An exception as one short line, for logs and start-up errors, and what a foreign library's fault may look like."""
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether foreign code failed, and not somebody ends the thread or the process.
+
+    A panic in a library written in Rust (tokenizers, llguidance) is a BaseException of pyo3's, whose class has a name
+    and cannot be imported.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def one_line(error: object) -> str:

@@ -9,14 +9,9 @@ from contextlib import contextmanager
 from mlx_serve.core import ApiError
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.errors import one_line
+from mlx_serve.engine.errors import is_fault, one_line
 
 log = logging.getLogger(__name__)
-
-# What reading weights, building a model from its config and making a tokenizer raise when the files are wrong:
-# anything. They are foreign input to foreign code. A head count of 0 is a ZeroDivisionError; one that is a text is an
-# error of huggingface_hub's own, which is nothing but an Exception, and so is what the tokenizers package raises.
-LOAD_ERRORS = (Exception,)
 
 
 class LoadError(Exception):
@@ -24,21 +19,31 @@ class LoadError(Exception):
 
 
 @contextmanager
-def loading(entry: ModelEntry) -> Iterator[None]:
-    """Turns what a model's files bring about into an ApiError, whose cause is a LoadError.
+def reading(what: str) -> Iterator[None]:
+    """Turns whatever foreign code raises at a model's files into a LoadError that begins with ``what``.
 
-    An ApiError is one already, and EngineLost is not the files' doing.
+    That can be anything. A head count of 0 is a ZeroDivisionError; one that is a text is an error of huggingface_hub's
+    own, which is nothing but an Exception; some tokenizer files are a panic in Rust. An ApiError and a LoadError say
+    already what is wrong, and EngineLost is not the files' doing.
     """
     try:
         yield
-    except (ApiError, EngineLost):
+    except (ApiError, EngineLost, LoadError):
         raise
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        raise LoadError(f"{what}: {one_line(error)}") from error
+
+
+@contextmanager
+def loading(entry: ModelEntry) -> Iterator[None]:
+    """The same as an ApiError for the clients who wait for the model; its cause is the LoadError."""
+    try:
+        with reading(f"cannot load {entry.path}"):
+            yield
     except LoadError as error:
         raise unloadable(entry, error) from error
-    except LOAD_ERRORS as error:
-        known = LoadError(f"cannot load {entry.path}: {one_line(error)}")
-        known.__cause__ = error
-        raise unloadable(entry, known) from known
 
 
 def too_large(entry: ModelEntry, n_bytes: int) -> ApiError:

@@ -32,7 +32,7 @@ from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.kv_size import measure
-from mlx_serve.engine.load_errors import LOAD_ERRORS, LoadError, loading, too_large, unloadable
+from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large, unloadable
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
@@ -308,10 +308,8 @@ class ModelStore:
             raise LoadError(
                 f"the draft model {self._draft_path} has {vocab_size} tokens, {entry.path} {entry.vocab_size}"
             )
-        try:
+        with reading(f"cannot load the draft model {self._draft_path}"):
             return load_model(self._draft_path, lazy=True, trust_remote_code=self._trust_remote_code)[0]
-        except LOAD_ERRORS as error:
-            raise LoadError(f"cannot load the draft model {self._draft_path}: {one_line(error)}") from error
 
     def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
         with self._lock:
@@ -323,16 +321,14 @@ class ModelStore:
         return tokenizer
 
     def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
-        try:
+        with reading(f"cannot load the tokenizer of {entry.path}"):
             settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
             check_files(entry.path)
             wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
             if self._use_default_chat_template and wrapper.chat_template is None:
                 wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
             tokenizer = MlxTokenizer(wrapper)
-        except LOAD_ERRORS as error:
-            raise LoadError(f"cannot load the tokenizer of {entry.path}: {one_line(error)}") from error
-        return tokenizer, Vocabulary(tokenizer, entry.vocab_size or 0)
+            return tokenizer, Vocabulary(tokenizer, entry.vocab_size or 0)
 
 
 def _eos_ids(path: Path) -> Any:

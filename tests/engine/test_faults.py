@@ -140,11 +140,16 @@ def test_with_several_ranks_only_what_all_of_them_raise_fails_one_prompt(fault):
         assert [type(event) for _, event in backend.step(0.2)] == [Started, Failed]
 
 
-def test_a_logits_processor_that_raises_fails_its_own_job(running, monkeypatch):
+# As pyo3 makes it of a panic in Rust.
+PanicException = type("PanicException", (BaseException,), {})
+
+
+@pytest.mark.parametrize("fault", [IndexError("a processor's own fault"), PanicException("a library's")])
+def test_a_logits_processor_that_raises_fails_its_own_job(running, monkeypatch, fault):
     make = choice.make_processors
 
     def raising(context, logits):
-        raise IndexError("a processor's own fault")
+        raise fault
 
     monkeypatch.setattr(choice, "make_processors", lambda s, *rest: [raising] if s.seed == 13 else make(s, *rest))
     model = tiny_llama()

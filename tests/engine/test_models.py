@@ -208,6 +208,18 @@ def test_a_rank_that_is_lost_is_no_fault_of_the_model_s_files():
         raise ApiError(503, "busy")
 
 
+def test_a_tokenizer_that_panics_is_a_load_error(root):
+    catalog, store = store_of(root)
+    file = root / "one" / "tokenizer.json"
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": ""}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    with pytest.raises(LoadError, match=r"cannot load the tokenizer .*precompiled_charsmap"):
+        store.check(catalog.find("one"))
+    with pytest.raises(ApiError) as caught:
+        opened(store, "one")
+    assert (caught.value.status, caught.value.param) == (500, "model")
+
+
 @pytest.mark.parametrize(("name", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[")])
 def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
     catalog, store = store_of(root)
