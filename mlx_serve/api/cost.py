@@ -15,6 +15,12 @@ from mlx_serve.core import ApiError, Check, ClientGone, RawRequest
 
 # As the flag's default has it.
 MAX_JSON_VALUES = 2**20
+# Tokens of a prompt that is to be cut (vLLM's ``truncate_prompt_tokens``), whatever the context.
+MAX_CUT_TOKENS = 2**20
+# Log-probabilities, alternatives counted, that a whole answer may collect (each takes some 500 bytes until it is sent),
+# and those of a stream, which wait only for a client that reads slowly.
+MAX_LOGPROBS = 2**18
+MAX_STREAMED_LOGPROBS = 2**22
 # Bodies with more values are parsed one at a time, so that the objects of many never lie in memory together.
 _MANY_VALUES = 2**16
 _MANY_LOCK = Lock()
@@ -41,6 +47,19 @@ def check_values(raw: bytes, most: int) -> None:
 def parsing(raw: bytes) -> AbstractContextManager[Any]:
     """To be held while JSON text is parsed and becomes a request."""
     return _MANY_LOCK if n_values(raw) > _MANY_VALUES else nullcontext()
+
+
+def tokens_with_logprobs(n_answers: int, n_alternatives: int, *, streamed: bool) -> int:
+    """How many tokens each answer may have, if each comes with its log-probability and ``n_alternatives`` others."""
+    most = MAX_STREAMED_LOGPROBS if streamed else MAX_LOGPROBS
+    return most // (n_answers * (n_alternatives + 1))
+
+
+def check_prompt_logprobs(n_tokens: int, n_alternatives: int) -> None:
+    """Raises ApiError 400 when echoed prompts of so many tokens have too many log-probabilities."""
+    if n_tokens * (n_alternatives + 1) > MAX_LOGPROBS:
+        text = f"The prompts have more than {MAX_LOGPROBS} log-probabilities, alternatives counted: ask for fewer."
+        raise ApiError(400, text, param="echo", code="too_many_logprobs")
 
 
 def length_check(request: RawRequest, most: int | None, param: str, what: str = "messages") -> Check:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
-from mlx_serve.api.cost import check_values, length_check
+from mlx_serve.api.cost import MAX_CUT_TOKENS, check_prompt_logprobs, check_values, length_check
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.routes import route_path
@@ -104,7 +104,9 @@ def chat_completions(services: Services, request: RawRequest) -> Response:
         max_calls=body.max_calls,
         keeps_stop=body.include_stop_str_in_output,
     )
-    jobs = make_jobs(services, request, entry, body, [prompt], body.wanted_tokens, param="messages")
+    jobs = make_jobs(
+        services, request, entry, body, [prompt], body.wanted_tokens, param="messages", streamed=body.stream
+    )
     if grammar is not None:
         constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     reply = Reply(services, request, entry, jobs, options, body.stream, body.n_samples)
@@ -132,13 +134,14 @@ def completions(services: Services, request: RawRequest) -> Response:
     if body.max_tokens == 0 and not scores_prompt:
         return _only_echo(services, entry, tokenizer, body, prompts)
     limit = schema.COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    jobs = make_jobs(services, request, entry, body, prompts, limit, param="prompt")
+    jobs = make_jobs(services, request, entry, body, prompts, limit, param="prompt", streamed=body.stream)
     if grammar is not None:
         constrain(jobs, grammar, Gate())
     echoes = _echoes(tokenizer, body)
     options = OutputOptions(tuple(body.stop), is_chat=False, keeps_stop=body.include_stop_str_in_output)
     if scores_prompt:
         # The prompts come with their log-probabilities, from the engine.
+        check_prompt_logprobs(sum(len(job.prompt.tokens) for job in jobs), body.wanted_logprobs or 0)
         for job in jobs:
             job.sampling = replace(job.sampling, prompt_logprobs=body.wanted_logprobs)
         options, echoes = replace(options, echoes=tuple(echoes[job.index // body.n_samples] for job in jobs)), []
@@ -236,9 +239,10 @@ def _completion_prompt(
     given: str | list[int],
 ) -> Prompt:
     if isinstance(given, str):
-        # What is over the context is refused, unless it is to be cut.
+        # What is over the context is refused, unless it is to be cut; then it is tokenized up to a bound.
         is_cut = body.truncate_prompt_tokens is not None
-        check = length_check(request, None if is_cut else context_tokens(services, entry), "prompt")
+        most = MAX_CUT_TOKENS if is_cut else context_tokens(services, entry)
+        check = length_check(request, most, "prompt")
         prompt = text_prompt(tokenizer, given, check, special=body.add_special_tokens)
     else:
         # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from mlx_serve.api import errors, render
-from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars
+from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars, tokens_with_logprobs
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
@@ -323,10 +323,12 @@ def make_jobs(
     limit: int | None,
     *,
     param: str,
+    streamed: bool = False,
 ) -> list[Job]:
     """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long.
 
-    ``limit``: the most tokens of an answer that the request asks for; None: it does not say.
+    ``limit``: the most tokens of an answer that the request asks for; None: it does not say. ``streamed``: what is
+    made of the tokens is sent as they come, and not kept.
     """
     events: SimpleQueue[Event] = SimpleQueue()
     defaults = defaults_of(services, entry)
@@ -337,8 +339,9 @@ def make_jobs(
         most = defaults.max_tokens or context_tokens(services, entry) or _LIMIT_WITHOUT_CONTEXT
     jobs = []
     for i, prompt in enumerate(prompts):
-        room = _room(services, entry, prompt, param)
-        sampling = body.sampling(defaults, body.needed_logprobs, min(most, room))
+        wanted = min(most, _room(services, entry, prompt, param))
+        wanted = _check_logprobs(body, len(prompts), limit, wanted, streamed=streamed)
+        sampling = body.sampling(defaults, body.needed_logprobs, wanted)
         sampling = replace(sampling, is_limit_default=limit is None)
         for k in range(body.n_samples):
             seed = None if body.seed is None else body.seed + k * _SEED_STRIDE
@@ -346,6 +349,22 @@ def make_jobs(
             own = replace(sampling, seed=seed)
             jobs.append(Job(entry.name, prompt, own, index, events, body.priority, scope=scope))
     return jobs
+
+
+def _check_logprobs(body: Sampled, n_prompts: int, limit: int | None, wanted: int, *, streamed: bool) -> int:
+    """``wanted`` tokens of each answer, or as many as may come with their log-probabilities.
+
+    Raises ApiError 400 when the client has asked for more than these.
+    """
+    if body.needed_logprobs is None:
+        return wanted
+    most = tokens_with_logprobs(n_prompts * body.n_samples, body.needed_logprobs, streamed=streamed)
+    if limit is not None and wanted > most:
+        text = (
+            f"Invalid value for 'max_tokens': {most} at most, with so many answers and log-probabilities of each token."
+        )
+        raise ApiError(400, text, param="max_tokens", code="too_many_logprobs")
+    return min(wanted, most)
 
 
 def context_tokens(services: Services, entry: ModelEntry) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
-from mlx_serve.api import render, schema
+from mlx_serve.api import cost, render, schema
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.responses import asked
 from mlx_serve.api.schema import Defaults
@@ -547,6 +547,33 @@ def test_a_tool_that_is_allowed_many_times_is_allowed_once():
     body = schema.ChatRequest.model_validate({"messages": [], "tools": [tool, *tools], "tool_choice": allowed} | HI)
     assert body.tool_choice.names == {"f"}
     assert [offer["function"]["name"] for offer in body.offered_tools] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "param"),
+    [
+        (lambda s: s.chat(n=128, max_tokens=98, logprobs=True, top_logprobs=20), "max_tokens"),
+        (lambda s: s.complete("x", n=128, max_tokens=400, logprobs=5), "max_tokens"),
+        (lambda s: s.complete("x", n=1, best_of=128, max_tokens=3000), "max_tokens"),
+        (lambda s: s.complete("x" * 4000, n=128, max_tokens=1, logprobs=5, echo=True), "echo"),
+    ],
+)
+def test_more_log_probabilities_than_memory_holds_are_refused_before_the_work(server, ask, param):
+    assert_error(ask(server), 400, code="too_many_logprobs", param=param)
+
+
+def test_an_answer_without_a_limit_ends_where_its_log_probabilities_do(monkeypatch):
+    monkeypatch.setattr(cost, "MAX_LOGPROBS", 60)
+    monkeypatch.setattr(cost, "MAX_STREAMED_LOGPROBS", 120)
+    asked = {"n": 2, "logprobs": True, "top_logprobs": 2}
+    with serving() as server:
+        choices = server.chat("x" * 100, **asked)[2]["choices"]
+        assert [(len(c["logprobs"]["content"]), c["finish_reason"]) for c in choices] == [(10, "length")] * 2
+        chunks = events(server.chat("x" * 100, stream=True, **asked)[2])
+        assert len(content_of(chunks)) == 20
+        # What is over the context is no wish for so many.
+        assert server.chat("x" * 100, max_tokens=10, **asked)[0] == 200
+        assert_error(server.chat("x" * 100, max_tokens=11, **asked), 400, code="too_many_logprobs")
 
 
 def test_roles_of_a_client_are_counted_before_they_are_repeated():
