@@ -9,14 +9,36 @@ from functools import lru_cache
 from typing import Any
 
 from mlx_serve.core import TAG, Gate
-from mlx_serve.text import harmony
+from mlx_serve.text.calls import harmony
+from mlx_serve.text.calls.forced import ForcedCall
+from mlx_serve.text.calls.forms import CallFormat, Offer
+from mlx_serve.text.calls.registry import HERMES, call_format, new_bare_reader, new_reader
 from mlx_serve.text.pieces import Region, Splitter, Symbols
-from mlx_serve.text.stream import Layout, RegionSplitter
+from mlx_serve.text.stream import Calls, Layout, RegionSplitter
 from mlx_serve.text.tokenizer import Tokenizer
-from mlx_serve.text.toolcalls import HERMES, CallFormat, ForcedCall, call_format, new_bare_reader, new_reader
 
-# Reasoning markers that mlx-lm does not know: Magistral's, Seed-OSS's.
-_MORE_THINK = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+# Markers of reasoning that mlx-lm does not know or that are plain text: what opens and closes it, and what else the
+# template puts around an answer. The first row of which the template has all.
+_THINK: tuple[tuple[str, ...], ...] = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|think|>", "<|end|>", "<|begin|>assistant", "<|content|>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", "[END FINAL RESPONSE]"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<think>", "</think>", "<answer>", "</answer>"),
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("◁think▷", "◁/think▷"),
+    ("<|start_think|>", "<|end_think|>"),
+    ("<|thought_start|>", "<|thought_end|>"),
+)
 _REGIONS: Mapping[str, Region] = {"normal": "content", "reasoning": "reasoning", "tool": "call", "header": "header"}
 _MAX_KEPT = 16
 # A template that opens the reasoning does so at the very end of the prompt.
@@ -34,6 +56,8 @@ class Formats:
     tokenizer: Tokenizer
     is_harmony: bool
     think: tuple[str, str] | None
+    # What else stands around an answer, and is no part of it.
+    wrapping: tuple[str, ...]
     calls: CallFormat
     template_has_tools: bool
     template_has_calls: bool
@@ -60,10 +84,14 @@ class Formats:
         return RegionSplitter(
             self._layout(symbols, with_calls=bool(tools)),
             symbols,
-            new_call=new_reader(self.calls, self.tokenizer, tools) if tools else None,
-            new_bare_call=new_bare_reader(tools) if tools and self.calls.may_be_bare else None,
+            calls=self._calls(symbols, tools) if tools else None,
             in_reasoning=in_reasoning,
         )
+
+    def _calls(self, symbols: Symbols, tools: Sequence[dict[str, Any]]) -> Calls:
+        offer = Offer(tools, lambda text: self.tokenizer.parse_tool_call(text, tools))
+        closing = symbols.marker(self.calls.closing)
+        return Calls(new_reader(self.calls, offer), new_bare_reader(self.calls, offer), closing)
 
     def ends_in_reasoning(self, tokens: Sequence[int]) -> bool:
         """Whether a prompt leaves the model inside its reasoning."""
@@ -90,7 +118,8 @@ class Formats:
 
     def markers(self) -> list[str]:
         """All markers that count in an answer."""
-        markers = [*(self.think or ()), self.calls.opening, self.calls.closing, *self.tokenizer.structural_markers]
+        markers = [*(self.think or ()), *self.wrapping, *self.calls.openings(), self.calls.closing]
+        markers += self.tokenizer.structural_markers
         markers += [marker for edges in self.tokenizer.transitions.values() for marker, _ in edges]
         return [*markers, *(harmony.CONTROLS if self.is_harmony else ())]
 
@@ -101,13 +130,12 @@ class Formats:
             edges["content"].append((self.think[0], "reasoning"))
             edges["reasoning"].append((self.think[1], "content"))
         if with_calls:
-            opening: tuple[str, Region] = (self.calls.opening, "call")
+            openings: list[tuple[str, Region]] = [(opening, "call") for opening in self.calls.openings()]
             # Where a response format leads to calls by itself, they begin nowhere else.
             is_free = not any(to == "tool" for found in self.tokenizer.transitions.values() for _, to in found)
-            edges["content"] += [opening] if is_free else []
-            edges["reasoning"].append(opening)
-            edges["call"] = [opening, *([(self.calls.closing, "content")] if self.calls.closing else [])]  # type: ignore[list-item]
-        edges["content"] += [(marker, "content") for marker in self.tokenizer.structural_markers]
+            edges["content"] += openings if is_free else []
+            edges["reasoning"] += openings
+        edges["content"] += [(marker, "content") for marker in (*self.wrapping, *self.tokenizer.structural_markers)]
         for name, found in self.tokenizer.transitions.items():
             targets = [(marker, _REGIONS[to] if with_calls or to != "tool" else "content") for marker, to in found]
             edges[_REGIONS[name]] += targets
@@ -119,14 +147,15 @@ class Formats:
 def formats(tokenizer: Tokenizer) -> Formats:
     """What a model's answers look like. Kept, for a vocabulary has thousands of control tokens."""
     texts = frozenset(tokenizer.controls.values())
-    more = next((pair for pair in _MORE_THINK if texts.issuperset(pair)), None)
     template = tokenizer.template if tokenizer.has_chat_template else ""
+    think, wrapping = _reasoning(tokenizer, template or "")
     has_tools = template is None or re.search(r"\btools\b", template) is not None
     has_calls = template is None or "tool_calls" in template
     found = Formats(
         tokenizer,
         is_harmony=texts.issuperset((harmony.START, harmony.CHANNEL, harmony.MESSAGE)),
-        think=tokenizer.think or more,
+        think=think,
+        wrapping=wrapping,
         calls=call_format(tokenizer) if has_tools or has_calls else HERMES,
         template_has_tools=has_tools,
         template_has_calls=has_calls,
@@ -136,6 +165,18 @@ def formats(tokenizer: Tokenizer) -> Formats:
     in_markers = _in_markers(tokenizer, found.markers())
     special = {token: tokenizer.controls[token] for token in tokenizer.special_ids if token in tokenizer.controls}
     return replace(found, controls=special | in_markers, in_markers=in_markers)
+
+
+def _reasoning(tokenizer: Tokenizer, template: str) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """What opens and closes the reasoning, and what else stands around an answer."""
+    texts = frozenset(tokenizer.controls.values())
+    rows = [row for row in _THINK if all(marker in template for marker in row)]
+    rows += [tokenizer.think] if tokenizer.think is not None else []
+    rows += [row for row in _THINK if texts.issuperset(row[:2])]
+    if not rows:
+        return None, ()
+    opening, closing, *wrapping = rows[0]
+    return (opening, closing), tuple(wrapping)
 
 
 def _in_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[int, str]:

@@ -6,6 +6,7 @@ marker that is a control token is never cut in half, and text that only looks li
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
@@ -17,6 +18,7 @@ Region: TypeAlias = Literal["content", "reasoning", "call", "header"]
 
 _FIRST_SYMBOL = 0xD800
 _LAST_SYMBOL = 0xDFFF
+_SYMBOL = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +99,11 @@ class Symbols:
 
     def restore(self, text: str) -> str:
         """The text as the model wrote it."""
-        return "".join(self._text(char) if is_symbol(char) else char for char in text)
+        return _SYMBOL.sub(lambda symbol: self._text(symbol.group()), text)
 
     def visible(self, text: str) -> str:
         """The text without control tokens."""
-        return "".join(self._shown_text(char) if is_symbol(char) else char for char in text)
+        return _SYMBOL.sub(lambda symbol: self._shown_text(symbol.group()), text)
 
     def _text(self, char: str) -> str:
         return self._controls[self._token_of[char]]

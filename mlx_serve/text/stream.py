@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mlx_serve.text.callbody import CallBody
+from mlx_serve.text.calls.readers import Reader
 from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
 from mlx_serve.text.stops import StopSearch
 
 # A control token's character, or the text up to the next one.
 _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
-# What may stand between calls, and what small models leave behind a call's JSON.
-_SEPARATORS = " \t\r\n,;]}"
 
 
 def held_back(text: str, markers: Collection[str]) -> int:
@@ -99,125 +97,155 @@ class Layout:
         return dict(self.edges[region])[marker]
 
 
-class RegionSplitter:
-    """Splits a model's output at the markers of a layout, which are dropped.
-
-    ``new_call`` makes the reader of a tool call's text, ``new_bare_call`` that of an answer which begins like a call
-    without any marker. Without them there are no calls.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """``new`` makes the reader of what follows an opening marker, given the marker's text; ``new_bare`` that of an
+    answer which may be a call without one. ``closing`` is the marker that ends calls, or "".
     """
 
+    new: Callable[[str], Reader]
+    new_bare: Callable[[], Reader] | None = None
+    closing: str = ""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """Text that is read as calls. Should it be none, it is given back from ``start`` on, its opening as text.
+
+    ``pieces`` are held back while the model is thinking: they are calls if nothing follows them, and else an example.
+    """
+
+    reader: Reader
+    start: int
+    n_opening: int
+    is_marked: bool
+    is_thought: bool
+    raw: list[str]
+    pieces: list[Piece] = field(default_factory=list)
+    is_over: bool = False
+    has_left_thought: bool = False
+
+
+class RegionSplitter:
+    """Splits a model's output at the markers of a layout, which are dropped. Without ``calls`` there are none."""
+
     def __init__(
-        self,
-        layout: Layout,
-        symbols: Symbols,
-        *,
-        new_call: Callable[[], CallBody] | None = None,
-        new_bare_call: Callable[[], CallBody] | None = None,
-        in_reasoning: bool = False,
+        self, layout: Layout, symbols: Symbols, *, calls: Calls | None = None, in_reasoning: bool = False
     ) -> None:
         self._layout = layout
         self._symbols = symbols
-        self._new_call = new_call
-        self._new_bare_call = new_bare_call
+        self._calls = calls
         self._region: Region = "reasoning" if in_reasoning else layout.initial
+        # Text that is not used up yet, and where it begins in the text that was fed.
         self._pending = ""
-        # Where the pending text, and the last call, begin in the text that was fed.
         self._position = 0
-        self._call_position = 0
-        self._body: CallBody | None = None
-        # The text of the marker that opened the call ("": none did), and the space before it.
-        self._opening = ""
-        self._space = ""
+        self._attempt: _Attempt | None = None
+        # Openings before this place in the thoughts are text.
+        self._settled = 0
+        # What is no call after all is shown with its markers.
+        self._is_shown = False
         self._after_call = False
         self._at_start = True
 
     @property
     def region(self) -> Region:
         """Where the next text belongs, as far as that is known."""
-        return self._region
+        return self._region if self._attempt is None or self._attempt.is_thought else "call"
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain now."""
         self._pending += text
         out: list[Piece] = []
-        while self._pending and self._advance(out):
-            pass
+        self._run(out)
         return joined(out)
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
         """The rest. What was cut off in the middle of a marker is no text; see ``_is_half_a_marker``."""
         out: list[Piece] = []
+        self._run(out)
+        while self._attempt is not None:
+            self._close(self._attempt, out, cut=cut)
+            self._run(out)
         held = held_back(self._pending, self._markers())
         if held and self._is_half_a_marker(self._pending[-held:], cut=cut):
             self._pending = self._pending[:-held]
-        while self._pending and self._body is not None:
-            self._give(len(self._pending), out)
-        if self._body is not None:
-            self._end_call("", out, cut=cut)
         self._take(len(self._pending), out)
         return joined(out)
+
+    def _run(self, out: list[Piece]) -> None:
+        while self._pending and self._advance(out):
+            pass
 
     def _is_half_a_marker(self, text: str, *, cut: bool) -> bool:
         """A control token in it: the model began a marker. Else, when the answer was cut off: two characters will do.
 
         Of an answer that was cut off, these are the last few characters before the cut; half a marker would be read as
-        text by whoever gets it. A single one ("<") is too common to be dropped. Text that will be given back because it
-        is no call is given back whole.
+        text by whoever gets it. A single one ("<") is too common to be dropped.
         """
-        if self._body is not None and self._body.n_calls == 0:
-            return False
         return any(map(is_symbol, text)) or (cut and len(text) > 1)
 
     def _markers(self) -> list[str]:
-        return [] if self._body is not None and self._body.in_string else self._layout.markers(self._region)
+        """Those that count here. What closes calls is one in the answer, where it is shown or not."""
+        markers = self._layout.markers(self._region)
+        return [*markers, self._calls.closing] if self._closes() and self._calls else markers
+
+    def _closes(self) -> bool:
+        return self._region == "content" and self._calls is not None and self._calls.closing != ""
 
     def _advance(self, out: list[Piece]) -> bool:
         """Do the next thing that is certain. False: nothing is, before more text comes."""
-        if self._begins_bare_call():
-            text = self._pending.lstrip()
-            self._space = self._pending[: len(self._pending) - len(text)]
-            self._skip(len(self._space))
-            self._begin_call("")
-            self._call_position -= len(self._space)
-            return True
+        if self._attempt is not None:
+            return self._resolve(self._attempt, out) if self._attempt.is_over else self._read(self._attempt, out)
         markers = self._markers()
         match = _first(self._pending, markers)
-        if match is None:
-            n = len(self._pending) - held_back(self._pending, markers)
-            return self._advance_by(n if self._body is not None else n - self._trailing_space(n), out)
-        start, marker = match
-        if start == 0:
-            self._follow(marker, out)
-        elif self._body is None and self._layout.target(self._region, marker) == "call":
-            n_text = start - self._trailing_space(start)
+        n_certain = len(self._pending) - held_back(self._pending, markers) if match is None else match[0]
+        n_text = n_certain - self._trailing_space(n_certain)
+        if self._may_be_bare(n_certain):
+            self._begin(len(self._pending) - len(self._pending.lstrip()), "")
+        elif match is None or (n_text and self._leads(match[1]) == "call"):
             self._take(n_text, out)
-            # Should it turn out to be no call, this goes back with it.
-            self._space = self._pending[: start - n_text]
-            self._skip(start - n_text)
+            return n_text > 0
+        elif n_certain and self._leads(match[1]) != "call":
+            self._take(n_certain, out)
         else:
-            self._advance_by(start, out)
+            self._follow(n_certain, match[1], out)
         return True
 
-    def _advance_by(self, n: int, out: list[Piece]) -> bool:
-        if n > 0 and self._body is not None:
-            self._give(n, out)
-        elif n > 0:
-            self._take(n, out)
-        return n > 0
+    def _leads(self, marker: str) -> Region:
+        """Where a marker leads; what closes calls leads nowhere else."""
+        edges = dict(self._layout.edges.get(self._region, ()))
+        return edges.get(marker, self._region)
 
-    def _begins_bare_call(self) -> bool:
-        is_possible = self._new_bare_call is not None and self._region == "content" and self._at_start
-        return is_possible and self._pending.lstrip().startswith("{")
+    def _may_be_bare(self, n_certain: int) -> bool:
+        is_possible = self._calls is not None and self._calls.new_bare is not None
+        return is_possible and self._region == "content" and self._at_start and self._pending[:n_certain].strip() != ""
 
     def _trailing_space(self, n: int) -> int:
         """Space before a tool call is the template's, so it waits for what follows."""
-        if self._new_call is None or self._region != "content":
+        if self._calls is None or self._region != "content":
             return 0
         return n - len(self._pending[:n].rstrip())
 
-    def _skip(self, n: int) -> None:
-        self._pending = self._pending[n:]
+    def _follow(self, n_space: int, marker: str, out: list[Piece]) -> None:
+        """A marker stands here, perhaps behind space that belongs to it."""
+        target = self._leads(marker)
+        if target == "call" and (self._region != "reasoning" or self._position >= self._settled):
+            self._begin(n_space, marker)
+        elif target == "call":
+            self._say(n_space + len(marker), out)
+        elif self._calls is not None and marker == self._calls.closing and target == self._region:
+            self._take(len(marker), out)
+            self._is_shown = False
+        else:
+            self._skip(len(marker))
+            self._at_start = self._at_start or self._region == "reasoning"
+            self._region = target
+            self._is_shown = False
+
+    def _skip(self, n: int) -> str:
+        text, self._pending = self._pending[:n], self._pending[n:]
         self._position += n
+        return text
 
     def _take(self, n: int, out: list[Piece]) -> None:
         """The next characters are text of the region. Space behind a tool call is the template's."""
@@ -231,63 +259,113 @@ class RegionSplitter:
         if self._region in ("content", "reasoning"):
             out += self._visible(text, self._region)
 
+    def _say(self, n: int, out: list[Piece]) -> None:
+        """The next characters are text, and so are the control tokens among them."""
+        was_shown, self._is_shown = self._is_shown, True
+        self._after_call = False
+        self._take(n, out)
+        self._is_shown = was_shown
+
     def _visible(self, text: str, region: Literal["content", "reasoning"]) -> Iterator[Piece]:
         """The pieces of text that was just skipped, between control tokens that mean nothing here."""
         start = self._position - len(text)
+        written = self._symbols.restore if self._is_shown else self._symbols.visible
         for match in _RUN.finditer(text):
-            if visible := self._symbols.visible(match.group()):
+            if visible := written(match.group()):
                 yield Piece(region, visible, start + match.start(), start + match.end())
 
-    def _give(self, n: int, out: list[Piece]) -> None:
-        """Some of the next characters are a tool call's."""
-        assert self._body is not None
-        match = _RUN.match(self._pending[:n])
-        assert match is not None
-        run = match.group()
-        if is_symbol(run[0]):
-            rest = self._symbols.restore(run)
-            while rest:
-                rest = rest[self._body.feed(rest, out) :]
-            self._skip(1)
+    def _begin(self, n_space: int, marker: str) -> None:
+        """What comes may be calls."""
+        assert self._calls is not None
+        n, start = n_space + len(marker), self._position
+        raw = self._skip(n)
+        reader = (
+            self._calls.new(self._symbols.restore(marker))
+            if marker or not self._calls.new_bare
+            else self._calls.new_bare()
+        )
+        if self._attempt is None:
+            is_thought = self._region == "reasoning"
+            self._attempt = _Attempt(reader, start, n, marker != "", is_thought, [raw])
         else:
-            self._skip(self._body.feed(run, out))
-        if self._body.failed and not self._opening:
-            # No marker will end it.
-            self._end_call("", out, cut=False)
+            self._attempt.reader, self._attempt.is_over = reader, False
+            self._attempt.raw.append(raw)
 
-    def _follow(self, marker: str, out: list[Piece]) -> None:
-        target = self._layout.target(self._region, marker)
-        text = self._symbols.restore(marker)
-        if self._body is not None:
-            # A marker that opens the next call ends this one, but is no part of its text.
-            n_own = 0 if target == "call" else len(marker)
-            self._skip(n_own)
-            self._end_call("" if target == "call" else text, out, cut=False)
-            self._skip(len(marker) - n_own)
+    def _read(self, attempt: _Attempt, out: list[Piece]) -> bool:
+        text = self._skip(len(self._pending))
+        attempt.raw.append(text)
+        n_left = attempt.reader.feed(self._symbols.restore(text), attempt.pieces if attempt.is_thought else out)
+        if n_left is not None:
+            self._end(attempt, n_left, out)
+        return n_left is not None
+
+    def _end(self, attempt: _Attempt, n_left: int, out: list[Piece]) -> None:
+        """The reader is done; the last characters are not its."""
+        if not attempt.reader.n_calls:
+            self._give_back(attempt, out)
+            return
+        self._put_back(attempt, n_left)
+        self._is_shown = False
+        if attempt.is_thought:
+            attempt.is_over = True
         else:
-            self._skip(len(marker))
-            self._at_start = self._at_start or self._region == "reasoning"
-        self._region = target
-        if target == "call":
-            self._begin_call(text)
-            self._call_position -= len(marker) + len(self._space)
+            self._attempt, self._region = None, "content"
+            self._after_call, self._at_start = True, False
 
-    def _begin_call(self, opening: str) -> None:
-        new = self._new_call if opening else self._new_bare_call
-        assert new is not None
-        self._region, self._body, self._opening = "call", new(), opening
-        self._call_position = self._position
+    def _put_back(self, attempt: _Attempt, n_left: int) -> None:
+        """Make the last characters pending again; they are counted as the reader saw them."""
+        raw, n_raw = "".join(attempt.raw), 0
+        while n_left > 0:
+            n_raw += 1
+            n_left -= len(self._symbols.restore(raw[-n_raw]))
+        attempt.raw = [raw[: len(raw) - n_raw]]
+        self._pending = raw[len(raw) - n_raw :] + self._pending
+        self._position -= n_raw
 
-    def _end_call(self, closing: str, out: list[Piece], *, cut: bool) -> None:
-        assert self._body is not None
-        left = self._body.close(out, cut=cut)
-        is_call = self._body.n_calls > 0
-        self._region, self._body, self._after_call = "content", None, is_call
-        text = left if is_call else self._space + self._opening + left + closing
-        if cut and not left.strip():
-            # A marker and nothing behind it says nothing.
-            text = ""
-        self._space = ""
-        if text.strip(_SEPARATORS) if is_call else text:
-            self._at_start = self._after_call = False
-            out.append(Piece("content", text, self._call_position, self._position))
+    def _give_back(self, attempt: _Attempt, out: list[Piece]) -> None:
+        """It is no call: its opening is text, and what follows is read again."""
+        self._attempt = None
+        if self._region == "header":
+            self._region = "content"
+        self._pending = "".join(attempt.raw) + self._pending
+        self._position = attempt.start
+        self._say(attempt.n_opening, out)
+        self._at_start = False
+        self._is_shown = attempt.is_marked
+
+    def _resolve(self, attempt: _Attempt, out: list[Piece]) -> bool:
+        """Something follows calls in the thoughts. Another call or the end of the thoughts decides nothing yet."""
+        text = self._pending.lstrip()
+        n_space = len(self._pending) - len(text)
+        markers = [] if attempt.has_left_thought else self._layout.markers("reasoning")
+        marker = next((marker for marker in markers if text.startswith(marker)), None)
+        if marker is not None and self._layout.target("reasoning", marker) == "call":
+            self._begin(n_space, marker)
+        elif marker is not None:
+            attempt.raw.append(self._skip(n_space + len(marker)))
+            attempt.has_left_thought = True
+        elif text and not any(marker.startswith(text) for marker in markers):
+            self._settled = self._position
+            self._give_back(attempt, out)
+        else:
+            return False
+        return True
+
+    def _close(self, attempt: _Attempt, out: list[Piece], *, cut: bool) -> None:
+        """Nothing more comes. Calls in the thoughts that nothing follows are calls."""
+        if attempt.is_over:
+            if self._pending.strip() and not cut:
+                self._give_back(attempt, out)
+            else:
+                self._settle(attempt, out)
+            return
+        n_left = attempt.reader.close(attempt.pieces if attempt.is_thought else out, cut=cut)
+        if attempt.reader.n_calls or not (cut and attempt.is_marked):
+            self._end(attempt, n_left, out)
+        else:
+            # Markup that was cut off is neither a call nor text.
+            self._settle(attempt, out)
+
+    def _settle(self, attempt: _Attempt, out: list[Piece]) -> None:
+        out += attempt.pieces
+        self._pending, self._attempt, self._region = "", None, "content"

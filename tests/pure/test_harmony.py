@@ -5,8 +5,8 @@ from formatkit import HARMONY, TOOLS, Answer, each_way, gpt_oss, model, split
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_serve.text.calls.harmony import history
 from mlx_serve.text.formats import formats
-from mlx_serve.text.harmony import history
 
 ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 ADD = ("add", '{"a": 1}')

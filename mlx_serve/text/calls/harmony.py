@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from mlx_serve.text.callbody import NamedCall
+from mlx_serve.text.calls.readers import NamedCall
 from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -38,6 +38,8 @@ class HarmonySplitter:
         self._region: Region = "header"
         self._header = ""
         self._body: NamedCall | None = None
+        # The text of a call that has not gone out; should it be none, it is text.
+        self._given = ""
         self._position = 0
         self._is_first_text = True
         self._said: set[Region] = set()
@@ -93,7 +95,7 @@ class HarmonySplitter:
         recipient = _RECIPIENT.search(self._header)
         name = recipient[1] if recipient else ""
         if self._tools and (name.startswith("functions.") or name in self._tools):
-            self._body = NamedCall(name.removeprefix("functions."))
+            self._body, self._given = NamedCall(name.removeprefix("functions.")), ""
             self._enter("call")
         else:
             self._enter("reasoning" if channel and channel[1] == "analysis" else "content")
@@ -115,13 +117,13 @@ class HarmonySplitter:
 
     def _argument_text(self, text: str, out: list[Piece]) -> None:
         assert self._body is not None
-        while text and not self._body.failed:
-            text = text[self._body.feed(text, out) :]
-        if self._body.failed:
-            text = self._body.close(out, cut=False) + text
+        n_left = self._body.feed(text, out)
+        self._given += "" if self._body.n_calls else text
+        if n_left is not None:
+            left = self._body.left if self._body.n_calls else self._given
             self._body = None
             self._enter("content")
-            self._say(text, out)
+            self._say(left, out)
 
     def _end_header(self, out: list[Piece]) -> None:
         if self._region == "header" and not _is_header(self._header):
@@ -130,9 +132,10 @@ class HarmonySplitter:
         self._header = ""
 
     def _end_message(self, out: list[Piece], *, cut: bool) -> None:
-        left = self._body.close(out, cut=cut) if self._body is not None else ""
-        if left:
-            out.append(Piece("content", left, self._position - len(left), self._position))
+        if self._body is not None:
+            self._body.close(out, cut=cut)
+            if not self._body.n_calls and not cut:
+                out.append(Piece("content", self._given, self._position - len(self._given), self._position))
         self._body = None
         self._region = "header"
 
