@@ -399,7 +399,7 @@ FAMILIES: dict[str, Written] = {
         each(lambda n, a: f"<function={n}>{dumps(a)}</function>", ""), "<function=", signs="<|python_tag|>"
     ),
     "functionary 3.1, kanana": Written(
-        each(lambda n, a: f"<function={n}>{dumps(a)}</function>", ""), "<function=", signs="<function"
+        each(lambda n, a: f"<function={n}>{dumps(a)}</function>", ""), "<function=", signs="<function="
     ),
     # Python, and what Gemma writes.
     "llama 3.2, 4 pythonic": Written(listed("", "", pythonic), "", signs="<|python_start|>"),

@@ -121,18 +121,17 @@ class CallReader:
     def _between(self, out: list[Piece]) -> bool:
         """Between calls, before the first and behind the last."""
         self._begun_at = None
-        separators = self._frame.separators + ("}" if self.n_calls else "")
-        while self._at < len(self._text) and self._text[self._at] in separators:
-            self._at += 1
         if self._at == len(self._text):
             return False
-        if self._frame.closing and self._text.startswith(self._frame.closing, self._at):
-            self._at += len(self._frame.closing)
-            return self._end()
-        for marker in self._frame.between:
-            if self._text.startswith(marker, self._at):
-                self._at += len(marker)
-                return True
+        marker = next((m for m in self._markers() if m and self._text.startswith(m, self._at)), None)
+        if marker is not None:
+            self._at += len(marker)
+            return marker != self._frame.closing or self._end()
+        if self._may_be_marker():
+            return False
+        if self._text[self._at] in self._frame.separators or (self.n_calls and self._text[self._at] == "}"):
+            self._at += 1
+            return True
         self._begun_at = self._at
         return self._begin(out)
 

@@ -123,7 +123,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(functions("<seed:tool_call>", "</seed:tool_call>", ""), ("<seed:tool_call>",)),
     Family(functions("<zyphra_tool_call>", "</zyphra_tool_call>", "\n"), ("<zyphra_tool_call>",)),
     Family(functions("<tool_call>", "</tool_call>", ""), ("<tool_call>", "<parameter=example_parameter_1>value")),
-    Family(functions("<tool_call>", "</tool_call>", "\n"), ("<tool_call>", "<function=", "<parameter="), "qwen3_coder"),
+    Family(functions("<tool_call>", "</tool_call>", "\n"), ("<function=", "<parameter="), "qwen3_coder"),
     Family(
         CallFormat("<function name=", "", tagged(_MINICPM_MARKUP), own_openings=("<function name=",)),
         ("<function name=", "<param name="),
@@ -210,7 +210,7 @@ FAMILIES: tuple[Family, ...] = (
         CallFormat("<|python_tag|>", "", llama_calls, ("<function=",), ("<|python_tag|>",), bare_calls),
         ("<|python_tag|>",),
     ),
-    Family(CallFormat("<function=", "", llama_calls, ("<function=",), bare=bare_calls), ("<function",)),
+    Family(CallFormat("<function=", "", llama_calls, ("<function=",), bare=bare_calls), ("<function=",)),
     # Of the models that write this, some close each call, some the list, some nothing.
     Family(
         CallFormat(
@@ -225,6 +225,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(CallFormat("functools[", "", json_calls, ("functools[",), ("functools",)), ("functools[",)),
     Family(CallFormat("<TOOLCALL>", "</TOOLCALL>", json_calls), ("<TOOLCALL>",)),
     Family(CallFormat("<|function_call|>", "", json_calls, between=("<|function_call|>",)), ("<|function_call|>",)),
+    Family(CallFormat("function call<|role_sep|>", "", json_calls), ("'function call'", "<|role_sep|>")),
     Family(CallFormat("<function_call>", "", json_calls, between=("<function_call>",)), ("<function_call>",)),
 )
 _BY_PARSER = {family.parser: family.form for family in FAMILIES if family.parser} | {"json_tools": _TAGGED_JSON}
