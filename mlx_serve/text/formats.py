@@ -10,8 +10,8 @@ from typing import Any
 
 from mlx_serve.core import TAG, Gate
 from mlx_serve.text.calls import harmony
+from mlx_serve.text.calls.descriptions import CallFormat, Offer
 from mlx_serve.text.calls.forced import ForcedCall
-from mlx_serve.text.calls.forms import CallFormat, Offer
 from mlx_serve.text.calls.registry import HERMES, call_format, new_bare_reader, new_reader
 from mlx_serve.text.pieces import Region, Splitter, Symbols
 from mlx_serve.text.stream import Calls, Layout, RegionSplitter

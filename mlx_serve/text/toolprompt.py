@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_serve.text.call_forms import Message
-from mlx_serve.text.calls.forms import CallFormat
+from mlx_serve.text.calls.descriptions import CallFormat
 
 
 def with_definitions(messages: Sequence[Message], tools: Sequence[Any], form: CallFormat) -> list[Message]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
-from mlx_serve.text.calls.forms import (
+from mlx_serve.text.calls.descriptions import (
     PYTHON,
     CallFormat,
     Offer,
