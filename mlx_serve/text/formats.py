@@ -180,5 +180,6 @@ def _reasoning(tokenizer: Tokenizer, template: str) -> tuple[tuple[str, str] | N
 
 
 def _in_markers(tokenizer: Tokenizer, markers: Sequence[str]) -> dict[int, str]:
-    tags = {token: text for token, text in tokenizer.controls.items() if TAG.fullmatch(text)}
+    special = tokenizer.special_ids
+    tags = {token: text for token, text in tokenizer.controls.items() if TAG.fullmatch(text) or token in special}
     return {token: text for token, text in tags.items() if any(text in marker for marker in markers)}
