@@ -185,6 +185,7 @@ ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("POST", "/embeddings"): embeddings.embeddings,
     ("POST", "/responses"): responses.create,
     ("POST", "/responses/input_tokens"): responses.input_tokens,
+    ("POST", "/responses/compact"): responses.compact,
     ("GET", "/responses/{id}"): responses.get,
     ("DELETE", "/responses/{id}"): responses.delete,
     ("GET", "/responses/{id}/input_items"): responses.input_items,

@@ -18,11 +18,12 @@ from tests.sockets import apikit, requiredkeys
 
 pytest.importorskip("openai", reason="openai is not installed")
 
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import CompactedResponse, Response, ResponseStreamEvent
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
 EVENT = TypeAdapter(ResponseStreamEvent)
+COMPACTED = TypeAdapter(CompactedResponse)
 STATES = ("completed", "incomplete", "failed")
 
 

@@ -8,12 +8,13 @@ from apikit import DEADLINE_S, until
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from responsekit import events_of, joined, kinds, plain, scripted
+from responsekit import COMPACTED, events_of, joined, kinds, plain, scripted
 
 from mlx_serve.api.responses.items import Item, Other, as_list
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.core import ApiError, ClientGone
 from mlx_serve.engine.fake_backend import FakeTokenizer
+from tests.sockets import requiredkeys
 
 WEATHER = {
     "type": "function",
@@ -29,9 +30,16 @@ USER = {"role": "user", "content": "Weather in Paris?"}
 
 
 @pytest.fixture(scope="module")
-def model():
+def server():
     with scripted() as script:
         yield script
+
+
+@pytest.fixture
+def model(server):
+    """With no answers left over from another test."""
+    server.answers.clear()
+    return server
 
 
 def items(response, kind=None):
@@ -745,6 +753,56 @@ def test_a_client_that_leaves_ends_the_tokenizing(model, monkeypatch):
     assert gone.wait(DEADLINE_S)
 
 
+def compacted(model, answer: str, **body) -> dict:
+    model.answers.append(answer)
+    status, _, body = model.post("/compact", **body)
+    assert status == 200, body
+    COMPACTED.validate_python(body, strict=True)
+    requiredkeys.check_usage(body["usage"])
+    [item] = body["output"]
+    requiredkeys.check_item(item)
+    return item
+
+
+def test_a_conversation_is_compacted_into_one_item_that_later_requests_take(model):
+    talk = [{"role": "user", "content": "My name is Ada."}, {"role": "assistant", "content": "Hello, Ada."}]
+    item = compacted(model, "<think>hm</think>Her name is Ada.", input=talk, instructions="Be kind.")
+    begun = "[system]Be kind.\n[user]My name is Ada.\n[assistant]Hello, Ada.\n[user]Write a summary"
+    assert model.asked().startswith(begun)
+    model.whole("Ada.", input=[item, {"role": "user", "content": "Who am I?"}], instructions="Be kind.")
+    summary = "What was said before, in short:\n\n<summary>\nHer name is Ada.\n</summary>"
+    assert model.asked() == f"[system]Be kind.\n[user]{summary}\n[user]Who am I?\n[assistant]"
+    # And it can be compacted again.
+    again = compacted(model, "Still Ada.", input=[item])
+    assert "Her name is Ada." in model.asked()
+    assert again["id"] != item["id"]
+
+
+def test_a_kept_conversation_is_compacted_by_its_id(model):
+    response = model.whole("Hello.", input="hi there")
+    compacted(model, "They said hi.", previous_response_id=response["id"])
+    assert "[user]hi there\n[assistant]Hello.\n[user]Write a summary" in model.asked()
+
+
+def test_a_compaction_of_another_server_is_left_out(model):
+    item = {"type": "compaction", "id": "cmp_1", "encrypted_content": "gAAAA"}
+    model.whole("Hello.", input=[item, {"role": "user", "content": "hi"}])
+    assert model.asked() == "[user]hi\n[assistant]"
+
+
+def test_what_does_not_fit_into_the_context_is_compacted_without_its_oldest_turns(model):
+    talk = [{"role": role, "content": f"{i}{'x' * 500}"} for i in range(10) for role in ("user", "assistant")]
+    compacted(model, "Much.", input=talk, max_output_tokens=100)
+    assert "[user]0x" not in model.asked()
+    assert "[user]9x" in model.asked()
+
+
+def test_a_model_that_writes_no_summary_is_an_error(model):
+    model.answers.append("<think>hm</think>")
+    status, _, body = model.post("/compact", input="hi")
+    assert (status, body["error"]["type"]) == (500, "server_error")
+
+
 def test_only_what_runs_in_the_background_can_be_cancelled(model):
     response = model.whole("Hello.")
     assert model.post(f"/{response['id']}/cancel")[0] == 400
@@ -762,7 +820,6 @@ def test_an_ended_response_is_not_streamed_again(model):
     [
         ("GET", "/v1/responses", 405),
         ("PUT", "/v1/responses", 405),
-        ("POST", "/v1/responses/compact", 405),
         ("GET", "/v1/responses/a/b", 404),
         ("GET", "/v1/responses/", 405),
     ],

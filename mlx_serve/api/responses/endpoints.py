@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 from urllib.parse import parse_qs
 
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import OutputOptions
 from mlx_serve.api.responses import history
 from mlx_serve.api.responses.asked import Asked, keeper, read
+from mlx_serve.api.responses.compaction import MAX_TOKENS, REQUEST, CompactionWriter
 from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
+from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.api.responses.store import Turn, input_of
 from mlx_serve.api.responses.truncation import truncated
 from mlx_serve.api.serving import (
@@ -44,7 +47,7 @@ def create(services: Services, request: RawRequest) -> Response:
     grammar = compiled_grammar(services, entry, rule, must_call, request.alive)
     stored = body.store and services.responses.keeps
     response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
-    prompt = _prompt(services, request, entry, tokenizer, asked)
+    prompt = _prompt(services, request, entry, tokenizer, body, _messages(asked))
     tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
     options = OutputOptions(
         tuple(body.stop),
@@ -65,8 +68,21 @@ def input_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/input_tokens: what a request's prompt comes to."""
     asked = read(services.responses, request.body, services.max_json_values)
     entry, tokenizer = find_model(services, asked.body.model, asked.body.adapters, asked.body.draft_model)
-    prompt = _prompt(services, request, entry, tokenizer, asked)
+    prompt = _prompt(services, request, entry, tokenizer, asked.body, _messages(asked))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+
+def compact(services: Services, request: RawRequest) -> Response:
+    """POST /v1/responses/compact: the conversation as one item, without its oldest turns if they do not fit."""
+    asked = read(services.responses, request.body, services.max_json_values)
+    limit = asked.body.wanted_tokens or MAX_TOKENS
+    body = asked.body.model_copy(update={"truncation": "auto", "max_output_tokens": limit})
+    entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
+    response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=False)
+    prompt = _prompt(services, request, entry, tokenizer, body, [*_messages(asked), dict(REQUEST)])
+    jobs = make_jobs(services, request, entry, body, [prompt], limit, param="input")
+    writer = CompactionWriter(response, Shape({}), lambda _: None)
+    return Reply(services, request, entry, jobs, OutputOptions(), is_stream=False).respond(writer, tokenizer)
 
 
 def get(services: Services, request: RawRequest) -> Response:
@@ -112,19 +128,29 @@ def input_items(services: Services, request: RawRequest) -> Response:
     return json_response({"object": "list", "data": page, **places_of})
 
 
-def _prompt(services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, asked: Asked) -> Prompt:
+def _messages(asked: Asked) -> list[dict[str, Any]]:
+    return history.as_messages(asked.items, asked.body.instructions)
+
+
+def _prompt(
+    services: Services,
+    request: RawRequest,
+    entry: ModelEntry,
+    tokenizer: Tokenizer,
+    body: ResponseRequest,
+    messages: list[dict[str, Any]],
+) -> Prompt:
     """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
-    messages = history.as_messages(asked.items, asked.body.instructions)
     most = context_tokens(services, entry)
     check = context_check(services, request, entry, "input")
-    tools = [offer.definition() for offer in asked.body.offers()]
-    options = template_options(services, entry, asked.body.template_options)
+    tools = [offer.definition() for offer in body.offers()]
+    options = template_options(services, entry, body.template_options)
     render = partial(chat_text, tokenizer, tools=tools, options=options, check=check)
-    if asked.body.truncation == "disabled" or most is None:
+    if body.truncation == "disabled" or most is None:
         check(n_content_chars(messages) // tokenizer.max_token_chars)
         return render(messages).prompt(check)
     # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
-    most -= min(asked.body.wanted_tokens or 1, most // 2)
+    most -= min(body.wanted_tokens or 1, most // 2)
     return truncated(messages, render, tokenizer, check, most)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mlx_serve.api.responses.items import (
     Call,
     CallOutput,
+    Compaction,
     CustomCall,
     Item,
     Message,
@@ -54,8 +55,8 @@ def as_messages(items: Iterable[Item], instructions: str | None = None) -> list[
     for item in items:
         if isinstance(item, Other):
             log.debug("an item is skipped: %s", ascii(item.type[:80]))
-        elif isinstance(item, Reasoning) and not item.text:
-            log.debug("reasoning is skipped: nobody here can read it")
+        elif isinstance(item, Reasoning | Compaction) and not item.text:
+            log.debug("an item is skipped that another server encrypted")
         elif _is_assistant(item):
             if turn is not None and not turn.takes(item):
                 out.append(turn.message())
@@ -117,6 +118,9 @@ def _other_message(item: Item) -> dict[str, Any]:
         return {"role": "tool", "content": item.output, "tool_call_id": item.call_id}
     if isinstance(item, ShellOutput):
         return {"role": "tool", "content": item.output, "tool_call_id": item.call_id or item.id}
+    if isinstance(item, Compaction):
+        text = f"What was said before, in short:\n\n<summary>\n{item.text}\n</summary>"
+        return {"role": "user", "content": text}
     assert isinstance(item, Message)
     # ``developer`` is the newer name of ``system``.
     return {"role": "user" if item.role == "user" else "system", "content": item.content}

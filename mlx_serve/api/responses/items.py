@@ -23,6 +23,7 @@ _SEAL = "mlx-serve.1."
 _PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
+    "compaction": "cmp",
     "function_call": "fc",
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
@@ -36,7 +37,7 @@ def new_id(kind: str) -> str:
 
 
 def seal(text: str) -> str:
-    """Reasoning as ``encrypted_content``: clients that keep nothing else of it (older Codex) send this back.
+    """Text as ``encrypted_content``: reasoning, of which some clients (older Codex) keep nothing else, and summaries.
 
     It is not encrypted, for the client may read what it holds; it only has to come back whole.
     """
@@ -143,6 +144,17 @@ class Reasoning(Model):
         return self.content or unseal(self.encrypted_content) or self.summary
 
 
+class Compaction(Model):
+    """A conversation's summary, of ``/responses/compact``; another server's cannot be read."""
+
+    encrypted_content: Str
+
+    @property
+    def text(self) -> str:
+        """The summary; "" for another server's."""
+        return unseal(self.encrypted_content)
+
+
 class Call(Model):
     """A function call."""
 
@@ -210,6 +222,7 @@ class Other(Model):
 _TAGS = {
     "message": "Message",
     "reasoning": "Reasoning",
+    "compaction": "Compaction",
     "function_call": "Call",
     "custom_tool_call": "CustomCall",
     "local_shell_call": "ShellCall",
@@ -237,6 +250,7 @@ def _tag(value: Any) -> str:
 Item: TypeAlias = Annotated[
     Annotated[Message, Tag("Message")]
     | Annotated[Reasoning, Tag("Reasoning")]
+    | Annotated[Compaction, Tag("Compaction")]
     | Annotated[Call, Tag("Call")]
     | Annotated[CustomCall, Tag("CustomCall")]
     | Annotated[ShellCall, Tag("ShellCall")]
