@@ -86,9 +86,10 @@ def run() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        signals.unwind()
+        # A shell has what it starts in the background ignore it, and the commands end by it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main()
-    except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM and SIGHUP
+    except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM while something is made
         status = usage.code if isinstance(usage.code, int) else 1
     except KeyboardInterrupt:  # before ``serve`` has its own handler: while a model is fetched or built
         status = 128 + signal.SIGINT

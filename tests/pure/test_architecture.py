@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "ranked": SHARED | {"config", "engine", "__version__"},
     # It opens the page's paths to those without a key.
     "http_options": SHARED | {"config", "wire", "api"},
-    "demo": {"core", "gguf", "paths", "progress"},
+    "demo": {"core", "gguf", "paths", "progress", "signals"},
     "probe": {"blas", "engine"},
     "config_file": {"core", "flags"},
     "config": {"core", "flags", "config_file", "paths"},

@@ -35,13 +35,13 @@ import signal, sys
 from mlx_serve import signals
 if "ignored" in sys.argv:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-signals.unwind()
-try:
-    print("ready", flush=True)
-    signal.pause()
-    signal.pause()
-finally:
-    print("tidied up", flush=True)
+with signals.unwinding():
+    try:
+        print("ready", flush=True)
+        signal.pause()
+        signal.pause()
+    finally:
+        print("tidied up", flush=True)
 """
 
 
