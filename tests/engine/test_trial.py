@@ -25,6 +25,22 @@ ARCHITECTURES = {
         },
         "log-probabilities are off by",
     ),
+    # Its masks are broadcast over the wrong axis when its KV heads are shared: wrong tokens, or an error.
+    "gemma2": (
+        {
+            "model_type": "gemma2",
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": VOCAB_SIZE,
+            "num_key_value_heads": 2,
+            "query_pre_attn_scalar": 8,
+        },
+        "log-probabilities are off by",
+    ),
     "gpt_bigcode": (
         {
             "model_type": "gpt_bigcode",

@@ -17,3 +17,7 @@ from mlx_serve.engine.errors import one_line
 )
 def test_one_line_of_an_exception(text, line):
     assert one_line(ValueError(text)) == line
+
+
+def test_a_missing_key_is_called_one():
+    assert one_line(KeyError("added_tokens")) == "KeyError: 'added_tokens'"
