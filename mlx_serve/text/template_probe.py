@@ -110,7 +110,12 @@ _MATTERS = (
         ((calls.one_call_each,), (calls.several_as_text,), (calls.several_as_text, turns.turns_joined)),
     ),
     _Matter(
-        ([_U, _SPOKEN, _R], [_U, _SPOKEN, _R, _A2, _U2], [_U, _CALL2, _R2, _SPOKEN, _R, _A2]),
+        (
+            [_U, _SPOKEN, _R],
+            [_U, _SPOKEN, _R, _A2, _U2],
+            [_U, _CALL2, _R2, _SPOKEN, _R],
+            [_U, _CALL2, _R2, _SPOKEN, _R, _A2],
+        ),
         (
             (calls.content_apart_once_answered,),
             (calls.content_apart,),
