@@ -47,7 +47,7 @@ _TAIL_TOKENS = 16
 
 @dataclass(frozen=True)
 class Formats:
-    """``template_has_tools``, ``template_has_calls``: whether the chat template takes definitions, calls and results.
+    """How a model writes.
 
     ``controls``: the control tokens that mean something in an answer, and those that may not be seen. An added token
     that is ordinary text ("\\n\\n" in some vocabularies) is none.
@@ -59,8 +59,6 @@ class Formats:
     # What else stands around an answer, and is no part of it.
     wrapping: tuple[str, ...]
     calls: CallFormat
-    template_has_tools: bool
-    template_has_calls: bool
     controls: Mapping[int, str]
     # Those of them that markers are made of.
     in_markers: Mapping[int, str]
@@ -157,8 +155,6 @@ def formats(tokenizer: Tokenizer) -> Formats:
         think=think,
         wrapping=wrapping,
         calls=call_format(tokenizer) if has_tools or has_calls else HERMES,
-        template_has_tools=has_tools,
-        template_has_calls=has_calls,
         controls={},
         in_markers={},
     )

@@ -1,11 +1,10 @@
-"""gpt-oss's format: answers of several messages, and the history that its template takes."""
+"""gpt-oss's format: answers of several messages."""
 
 import pytest
 from formatkit import HARMONY, TOOLS, Answer, each_way, gpt_oss, model, split
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.text.calls.harmony import history
 from mlx_serve.text.formats import formats
 
 ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
@@ -142,43 +141,3 @@ def test_any_rubbish_gives_the_same_however_it_comes(parts, sizes, cut):
 def test_only_gpt_oss_is_harmony():
     assert formats(gpt_oss()).is_harmony
     assert not formats(model(special=("<|start|>", "<|message|>"))).is_harmony
-
-
-# History
-
-
-def call(call_id: str, name: str = "add") -> dict:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
-
-
-def test_reasoning_of_a_final_answer_is_dropped():
-    turn = {"role": "assistant", "content": "Hi.", "reasoning_content": "hm"}
-    assert history([{"role": "user", "content": "x"}, turn]) == [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "Hi."},
-    ]
-
-
-def test_each_call_is_followed_by_its_result():
-    messages = [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "First.", "reasoning_content": "hm", "tool_calls": [call("1"), call("2")]},
-        {"role": "tool", "content": "two", "tool_call_id": "2"},
-        {"role": "tool", "content": "one", "tool_call_id": "1"},
-        {"role": "assistant", "content": "Done."},
-    ]
-    got = history(messages)
-    assert [m["role"] for m in got] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    # The template takes one call a message, and thoughts or content beside it but not both.
-    assert got[1] == {"role": "assistant", "content": "", "tool_calls": [call("1")], "thinking": "hm\n\nFirst."}
-    assert (got[2]["content"], got[4]["content"]) == ("one", "two")
-    assert "thinking" not in got[3]
-
-
-def test_results_without_a_call_and_calls_without_a_result_stay():
-    messages = [
-        {"role": "assistant", "content": "", "tool_calls": [call("1")]},
-        {"role": "tool", "content": "what", "tool_call_id": "9"},
-        {"role": "assistant", "content": "", "tool_calls": [call("2")]},
-    ]
-    assert [m["role"] for m in history(messages)] == ["assistant", "tool", "assistant"]

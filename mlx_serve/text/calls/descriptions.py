@@ -43,8 +43,7 @@ class CallFormat:
     ``own_openings`` open calls too and are their first words; models leave the opening marker out. ``between``: markers
     that stand between and around calls. ``bare``: the reader of an answer that may be a call without any marker.
     ``is_offered_only``: the name alone makes a call of any text, so only offered names are calls. ``example`` tells a
-    model how to write a call, for templates that do not say it. ``call_id`` makes the id that the template wants of the
-    n-th call of a conversation: (id, name, n) -> id.
+    model how to write a call, for templates that do not say it.
     """
 
     opening: str
@@ -55,7 +54,6 @@ class CallFormat:
     bare: NewReader | None = None
     is_offered_only: bool = False
     example: str = '<tool_call>\n{"name": "FUNCTION", "arguments": {ARGUMENTS}}\n</tool_call>'
-    call_id: Callable[[str, str, int], str] = lambda call_id, name, n: call_id
 
     def openings(self) -> tuple[str, ...]:
         """All that opens a call."""

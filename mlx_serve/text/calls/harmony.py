@@ -11,8 +11,7 @@ https://github.com/openai/harmony/blob/main/docs/format.md
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from mlx_serve.text.calls.readers import NamedCall
 from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
@@ -142,45 +141,3 @@ class HarmonySplitter:
 
 def _is_header(text: str) -> bool:
     return START in text or CHANNEL in text or _BARE_HEADER.fullmatch(text) is not None
-
-
-def history(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Earlier turns as gpt-oss's template takes them: one call to a message, each followed by its result.
-
-    Reasoning stays where it led to a call (the template drops it once a final answer has followed) and goes away
-    otherwise. What the model said before a call goes with the reasoning: the template has no other place for it.
-    """
-    out: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    for message in [*map(dict, messages), {}]:
-        if message.get("role") == "tool":
-            results.append(message)
-            continue
-        out += _calls_with_results(calls, results)
-        calls, results = _calls_of(message), []
-        if message and not calls:
-            out.append({key: value for key, value in message.items() if key != "reasoning_content"})
-    return out
-
-
-def _calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A message for each call of a message."""
-    thoughts = [message.get("reasoning_content"), message.get("content")]
-    thinking = "\n\n".join(thought for thought in thoughts if thought)
-    calls = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in message.get("tool_calls") or ()]
-    if calls and thinking:
-        calls[0]["thinking"] = thinking
-    return calls
-
-
-def _calls_with_results(calls: list[dict[str, Any]], results: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    left = list(results)
-    for call in calls:
-        yield call
-        call_id = call["tool_calls"][0].get("id")
-        result = next((r for r in left if r.get("tool_call_id") == call_id), None)
-        if result is not None:
-            left.remove(result)
-            yield result
-    yield from left

@@ -6,8 +6,6 @@ that mlx-lm has a parser for and that are not here are parsed by it, once they a
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +28,6 @@ from mlx_serve.text.calls.descriptions import (
 from mlx_serve.text.calls.readers import Frame, Reader
 from mlx_serve.text.calls.xml_reader import Markup
 from mlx_serve.text.tokenizer import Tokenizer
-
-
-def mistral_id(call_id: str, name: str, n: int) -> str:
-    """Mistral's templates refuse ids of more or less than nine letters and digits."""
-    return call_id if re.fullmatch(r"[a-zA-Z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
-
-
-def kimi_id(call_id: str, name: str, n: int) -> str:
-    """Kimi's templates show the id as the model itself wrote it."""
-    return f"functions.{name}:{n}"
-
 
 _M3 = "]<]minimax[>["
 _M3_MARKUP = Markup(
@@ -183,14 +170,13 @@ FAMILIES: tuple[Family, ...] = (
             "<|tool_calls_section_begin|>",
             "<|tool_calls_section_end|>",
             headed(_KIMI, " <|tool_call_end|>"),
-            call_id=kimi_id,
         ),
         ("<|tool_calls_section_begin|>",),
         "kimi_k2",
     ),
     Family(CallFormat("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", tagged(_XTML_MARKUP)), ("<|open|>",), "kimi_k3"),
     Family(
-        CallFormat("[TOOL_CALLS]", "", headed(_MISTRAL), between=("[TOOL_CALLS]",), call_id=mistral_id),
+        CallFormat("[TOOL_CALLS]", "", headed(_MISTRAL), between=("[TOOL_CALLS]",)),
         ("[TOOL_CALLS]",),
         "mistral",
     ),
