@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_serve.engine.fake_backend import FakeTokenizer
-from mlx_serve.text.calls.registry import HERMES, call_format
+from mlx_serve.text.calls.registry import FAMILIES, HERMES, call_format
 from mlx_serve.text.formats import formats
 
 ARGUMENTS = '{"city": "Zürich {\\"x\\"} </tool_call>", "days": [1, {"a": "}"}]}'
@@ -298,3 +298,13 @@ def test_dsml():
         "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
     )
     assert each_way(tokenizer, written) == Answer("Ok.", "", [("add", '{"a": [1], "b": "x > 1"}')])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.form.opening)
+def test_a_call_as_a_model_is_told_to_write_it_is_read(family):
+    """Where the template does not show the tools, the model knows nothing but the example."""
+    tokenizer = model(template=" ".join(["tools", "tool_calls", *family.signs]))
+    assert formats(tokenizer).calls == family.form
+    written = family.form.example.replace("FUNCTION", "add").replace("{ARGUMENTS}", '{"a": 1}')
+    answer = split(tokenizer, written)
+    assert [(name, json.loads(arguments)) for name, arguments in answer.calls] == [("add", {"a": 1})]

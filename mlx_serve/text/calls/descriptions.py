@@ -42,8 +42,8 @@ class CallFormat:
 
     ``own_openings`` open calls too and are their first words; models leave the opening marker out. ``between``: markers
     that stand between and around calls. ``bare``: the reader of an answer that may be a call without any marker.
-    ``is_offered_only``: the name alone makes a call of any text, so only offered names are calls. ``example`` tells a
-    model how to write a call, for templates that do not say it.
+    ``is_offered_only``: the name alone makes a call of any text, so only offered names are calls. ``taught``
+    is how a model is told to write a call where JSON between the markers is no way.
     """
 
     opening: str
@@ -53,7 +53,12 @@ class CallFormat:
     between: tuple[str, ...] = ()
     bare: NewReader | None = None
     is_offered_only: bool = False
-    example: str = '<tool_call>\n{"name": "FUNCTION", "arguments": {ARGUMENTS}}\n</tool_call>'
+    taught: str = ""
+
+    @property
+    def example(self) -> str:
+        """A call as the reader takes it, with FUNCTION and {ARGUMENTS}, for models whose template teaches none."""
+        return self.taught or f'{self.opening}\n{{"name": "FUNCTION", "arguments": {{ARGUMENTS}}}}\n{self.closing}'
 
     def openings(self) -> tuple[str, ...]:
         """All that opens a call."""

@@ -91,7 +91,7 @@ FAMILIES: tuple[Family, ...] = (
             "<｜tool▁calls▁begin｜>",
             "<｜tool▁calls▁end｜>",
             headed(_DEEPSEEK, " «``` »«<｜tool▁call▁end｜>»"),
-            example=f"<｜tool▁calls▁begin｜>{_DEEPSEEK_CALL}<｜tool▁calls▁end｜>",
+            taught=f"<｜tool▁calls▁begin｜>{_DEEPSEEK_CALL}<｜tool▁calls▁end｜>",
         ),
         ("<｜tool▁calls▁begin｜>",),
     ),
@@ -112,7 +112,14 @@ FAMILIES: tuple[Family, ...] = (
     Family(functions("<tool_call>", "</tool_call>", ""), ("<tool_call>", "<parameter=example_parameter_1>value")),
     Family(functions("<tool_call>", "</tool_call>", "\n"), ("<function=", "<parameter="), "qwen3_coder"),
     Family(
-        CallFormat("<function name=", "", tagged(_MINICPM_MARKUP), own_openings=("<function name=",)),
+        CallFormat(
+            "<function name=",
+            "",
+            tagged(_MINICPM_MARKUP),
+            own_openings=("<function name=",),
+            bare=bare_calls,
+            taught='{"name": "FUNCTION", "arguments": {ARGUMENTS}}',
+        ),
         ("<function name=", "<param name="),
         "minicpm5",
     ),
@@ -196,7 +203,14 @@ FAMILIES: tuple[Family, ...] = (
         CallFormat("<|python_tag|>", "", llama_calls, ("<function=",), ("<|python_tag|>",), bare_calls),
         ("<|python_tag|>",),
     ),
-    Family(CallFormat("<function=", "", llama_calls, ("<function=",), bare=bare_calls), ("<function=",)),
+    Family(
+        CallFormat(
+            *("<function=", "", llama_calls, ("<function=",)),
+            bare=bare_calls,
+            taught="<function=FUNCTION>{ARGUMENTS}</function>",
+        ),
+        ("<function=",),
+    ),
     # Of the models that write this, some close each call, some the list, some nothing.
     Family(
         CallFormat(
