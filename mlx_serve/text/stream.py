@@ -22,6 +22,8 @@ _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
 def held_back(text: str, markers: Collection[str]) -> int:
     """How many of the last characters of ``text`` may be the start of a marker."""
     longest = max((len(marker) for marker in markers), default=0)
+    if longest < 2 or {marker[0] for marker in markers}.isdisjoint(text[1 - longest :]):
+        return 0
     for n in range(min(longest - 1, len(text)), 0, -1):
         if any(marker.startswith(text[-n:]) for marker in markers if len(marker) > n):
             return n

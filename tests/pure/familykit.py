@@ -54,8 +54,8 @@ class Written:
     think: tuple[str, str] | None = None
     signs: str = ""
     is_typed: bool = True
-    # The answer without the opening marker, if the family can do without.
-    unopened: Callable[[Calls], str] | None = None
+    # Calls are known without their opening marker, which some models forget.
+    may_lack_opening: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
     def tokenizer(self):
@@ -102,7 +102,7 @@ def invokes(prefix: str, opening: str, closing: str, *, typed: bool = False) -> 
     return lambda calls: f"{opening}\n{each(write)(calls)}\n{closing}"
 
 
-def keyed(opening: str, closing: str, line: str = "\n", tag: str = "{}") -> Callable[[Calls], str]:
+def keyed(opening: str, closing: str, line: str = "\n", tag: str = "{}", separator: str = "") -> Callable[[Calls], str]:
     def named(name):
         return f"<{tag.format(name)}>" if not name.startswith("/") else f"</{tag.format(name[1:])}>"
 
@@ -111,7 +111,7 @@ def keyed(opening: str, closing: str, line: str = "\n", tag: str = "{}") -> Call
             f"{named('arg_key')}{key}{named('/arg_key')}{line}{named('arg_value')}{raw(value)}{named('/arg_value')}{line}"
             for key, value in arguments.items()
         )
-        return f"{opening}{name}{line}{inner}{closing}"
+        return f"{opening}{name}{separator}{line}{inner}{closing}"
 
     return each(write)
 
@@ -230,23 +230,58 @@ def in_tags(name, arguments):
 
 FAMILIES: dict[str, Written] = {
     # Tags around values, whose types the schema says.
-    "qwen3-coder": Written(functions(*CALL, "\n"), CALL[0], CALL, think=None, signs=QWEN, is_typed=False),
-    "qwen3.5, nemotron 3, step 3.5": Written(
-        functions(*CALL, "\n"), CALL[0], (*CALL, *THINK), think=THINK, signs=QWEN, is_typed=False
+    "qwen3-coder": Written(
+        functions(*CALL, "\n"),
+        CALL[0],
+        CALL,
+        think=None,
+        signs=QWEN,
+        is_typed=False,
+        may_lack_opening=True,
     ),
-    "mimo v2": Written(functions(*CALL, ""), CALL[0], (*CALL, *THINK), think=THINK, signs=MIMO, is_typed=False),
+    "qwen3.5, nemotron 3, step 3.5": Written(
+        functions(*CALL, "\n"),
+        CALL[0],
+        (*CALL, *THINK),
+        think=THINK,
+        signs=QWEN,
+        is_typed=False,
+        may_lack_opening=True,
+    ),
+    "mimo v2": Written(
+        functions(*CALL, ""),
+        CALL[0],
+        (*CALL, *THINK),
+        think=THINK,
+        signs=MIMO,
+        is_typed=False,
+        may_lack_opening=True,
+    ),
     "seed-oss": Written(
         functions("<seed:tool_call>", "</seed:tool_call>", ""),
         "<seed:tool_call>",
         ("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"),
         think=("<seed:think>", "</seed:think>"),
         is_typed=False,
+        may_lack_opening=True,
     ),
     "glm 4.5, 4.6, ring, laguna xs": Written(
-        keyed(*CALL), CALL[0], (*CALL, *THINK, *ARGS), think=THINK, signs=f"{CALL[0]}<arg_key>", is_typed=False
+        keyed(*CALL),
+        CALL[0],
+        (*CALL, *THINK, *ARGS),
+        think=THINK,
+        signs=f"{CALL[0]}<arg_key>",
+        is_typed=False,
+        may_lack_opening=True,
     ),
     "glm 4.7, 5": Written(
-        keyed(*CALL, line=""), CALL[0], (*CALL, *THINK, *ARGS), think=THINK, signs=f"{CALL[0]}<arg_key>", is_typed=False
+        keyed(*CALL, line=""),
+        CALL[0],
+        (*CALL, *THINK, *ARGS),
+        think=THINK,
+        signs=f"{CALL[0]}<arg_key>",
+        is_typed=False,
+        may_lack_opening=True,
     ),
     "longcat 2": Written(
         keyed("<longcat_tool_call>", "</longcat_tool_call>", tag="longcat_{}"),
@@ -254,9 +289,14 @@ FAMILIES: dict[str, Written] = {
         ("<longcat_think>", "</longcat_think>", "<longcat_tool_call>", "</longcat_tool_call>"),
         think=("<longcat_think>", "</longcat_think>"),
         is_typed=False,
+        may_lack_opening=True,
     ),
     "hunyuan 3": Written(
-        wrapped("<tool_calls>\n", each(lambda n, a: keyed("<tool_call>", "</tool_call>")([(n, a)])), "\n</tool_calls>"),
+        wrapped(
+            "<tool_calls>\n",
+            each(lambda n, a: keyed("<tool_call>", "</tool_call>", separator="<tool_sep>")([(n, a)])),
+            "\n</tool_calls>",
+        ),
         "<tool_calls>",
         think=THINK,
         signs="<tool_calls><tool_call><tool_sep><arg_key>",
@@ -268,6 +308,7 @@ FAMILIES: dict[str, Written] = {
         ("<minimax:tool_call>", "</minimax:tool_call>", *THINK),
         think=THINK,
         is_typed=False,
+        may_lack_opening=True,
     ),
     "minimax m3": Written(m3, f"{M3}<tool_call>", (M3,), think=("<mm:think>", "</mm:think>"), signs=M3, is_typed=False),
     "minicpm 5": Written(
@@ -296,6 +337,7 @@ FAMILIES: dict[str, Written] = {
         "<｜DSML｜function_calls>",
         ("｜DSML｜", *THINK),
         think=THINK,
+        may_lack_opening=True,
         signs="｜DSML｜function_calls>",
     ),
     "deepseek v4": Written(
@@ -303,6 +345,7 @@ FAMILIES: dict[str, Written] = {
         "<｜DSML｜tool_calls>",
         ("｜DSML｜", *THINK),
         think=THINK,
+        may_lack_opening=True,
         signs="｜DSML｜ tool_calls>",
     ),
     "kimi k3": Written(
@@ -426,6 +469,11 @@ FAMILIES: dict[str, Written] = {
     ),
 }
 
+MARKUP = (
+    "see </tool_call>, </function>, </arg_value>, </parameter>, </param> and <think>x</think>",
+    "use <parameter=x>, <arg_key>k</arg_key>, <param name=x> or <parameter name=x> here",
+    "</function>\n</tool_call>",
+)
 CODE = "def f(x):\n    return x < 3 & True\n\n\tprint(\"a\\n\", '<b>')\n"
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "plain": {"text": "Zürich 🐉", "n": 3, "flag": True},
@@ -467,6 +515,14 @@ def transcripts(family: Written) -> Iterator[tuple[str, str, bool, Answer]]:
     for name, arguments in ARGUMENTS.items():
         yield name, family.write([("write_file", arguments)]), False, answer(calls=[("write_file", arguments)])
     yield "two calls", family.write(two), False, answer(calls=two)
+    if not family.is_typed:
+        # What stands between tags has no quotes that tell where it ends, and an integer that is written so is one.
+        for text in (*MARKUP, family.write(two)):
+            calls: Calls = [("write_file", {"text": text, "n": 5}), *one]
+            yield f"markup in a text: {text}", family.write(calls), False, answer(calls=calls)
+        yield "a number for an integer", family.write([("read", {"n": 3.0})]), False, answer(calls=[("read", {"n": 3})])
+    if family.may_lack_opening:
+        yield "no opening marker", family.write(two).replace(family.opening, "", 1), False, answer(calls=two)
     if family.opening:
         yield from _with_markers(family, one, two)
     if family.think is not None:

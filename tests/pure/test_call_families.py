@@ -49,3 +49,42 @@ def test_every_transcript_is_right_in_every_way_of_cutting(name):
             if got != parsed(want, cut=cut):
                 wrong.append((what, way, got))
     assert not wrong, "\n".join(map(str, wrong[:12]))
+
+
+XML = [name for name, family in FAMILIES.items() if not family.is_typed]
+
+
+@pytest.mark.parametrize("name", XML)
+def test_a_long_text_goes_out_while_it_comes(name):
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    found = formats(tokenizer)
+    symbols = found.symbols(TOOLS)
+    text = "a line of a file, and one more\n" * 100
+    written = family.write([("write_file", {"text": text})])
+    splitter = found.splitter(symbols, TOOLS, in_reasoning=False)
+    deltas, fed = [], 0
+    for char in atoms_of(tokenizer, symbols, found.controls, written):
+        deltas += [piece.text for piece in splitter.feed(char) if piece.kind == "arguments"]
+        fed += len(char)
+        if fed == len(written) // 2:
+            # Nothing but a few characters that may begin a tag is held back.
+            assert len("".join(deltas)) > len(text) // 3
+    deltas += [piece.text for piece in splitter.flush() if piece.kind == "arguments"]
+    assert json.loads("".join(deltas)) == {"text": text}
+    assert len(deltas) > 1000
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.think is not None])
+def test_reasoning_that_the_prompt_has_opened_ends_where_it_is_closed(name):
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    found = formats(tokenizer)
+    assert found.think == family.think
+    symbols = found.symbols(())
+    splitter = found.splitter(symbols, (), in_reasoning=True)
+    answer = Answer()
+    atoms = atoms_of(tokenizer, symbols, found.controls, f"hm{family.think[1]}Hi.")
+    for piece in [*(piece for char in atoms for piece in splitter.feed(char)), *splitter.flush()]:
+        answer.add(piece)
+    assert answer == Answer("Hi.", "hm")

@@ -142,12 +142,13 @@ def invokes(prefix: str, opening: str, closing: str, **more: Any) -> CallFormat:
 
 def keys_and_values(opening: str, closing: str, *calls: str, prefix: str = "", suffix: str = "") -> CallFormat:
     """GLM's kin: the name as it is, then keys and values in turn. ``calls``: what opens and closes each of several
-    calls between ``opening`` and ``closing``. ``prefix`` and ``suffix`` are those of all tags.
+    calls, whose names a separator ends, between ``opening`` and ``closing``. All tags have ``prefix`` and ``suffix``.
     """
     separator, key, end_key, value, end_value = (
         f"<{slash}{prefix}{name}{suffix}>"
         for slash, name in (("", "tool_sep"), ("", "arg_key"), ("/", "arg_key"), ("", "arg_value"), ("/", "arg_value"))
     )
-    markup = Markup(f" {{name}} «{separator} »{{tag}}", f" {key}{{key}}{end_key} {value}", value, end_value)
+    name = f" {{name}} {separator if calls else '{tag}'}"
+    markup = Markup(name, f" {key}{{key}}{end_key} {value}", value, end_value)
     reader, bare = tagged(markup), bare_tags(markup)
     return CallFormat(opening, closing, reader, calls[:1], calls or (opening,), bare, is_offered_only=True)

@@ -33,9 +33,18 @@ def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, marks)))
 
 
+@lru_cache(maxsize=256)
+def _edges(marks: tuple[str, ...]) -> tuple[int, frozenset[str]]:
+    """The most characters that can be a beginning, and what beginnings begin with."""
+    return max(map(len, marks), default=1) - 1, frozenset(mark[0] for mark in marks)
+
+
 def overlap(text: str, at: int, marks: tuple[str, ...]) -> int:
     """How many of the last characters, from a place on, may begin one of some texts."""
-    longest = min(max(map(len, marks), default=1) - 1, len(text) - at)
+    most, first_chars = _edges(marks)
+    longest = min(most, len(text) - at)
+    if longest <= 0 or first_chars.isdisjoint(text[-longest:]):
+        return 0
     tails = (text[-n:] for n in range(longest, 0, -1))
     return next((len(tail) for tail in tails if any(mark.startswith(tail) for mark in marks)), 0)
 

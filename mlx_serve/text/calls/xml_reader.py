@@ -53,6 +53,8 @@ class XmlCalls(CallReader):
         self._tool = ""
         self._is_out = False
         self._n_values = 0
+        # What counts inside of the value.
+        self._marks: tuple[str, ...] = ()
         self._value = _ArgumentValue("", _ANYTHING, markup)
 
     def _begin(self, out: list[Piece]) -> bool:
@@ -126,12 +128,14 @@ class XmlCalls(CallReader):
         if opening and left == opening:
             self._at += len(opening)
             self._value.end = closing + self._value.end
+            self._value.is_data = bool(closing)
+        others = (self._value.opening, *filter(None, (_literal(self._markup.end), self._frame.closing)))
+        self._marks = (self._value.end, *(() if self._value.is_data else others))
         self._step = self._in_value
         return True
 
     def _in_value(self, out: list[Piece]) -> bool:
-        value, markup = self._value, self._markup
-        marks = (value.end, value.opening, *filter(None, (_literal(markup.end), self._frame.closing)))
+        value, marks = self._value, self._marks
         match = any_of(marks).search(self._text, self._at)
         if match is None:
             held = overlap(self._text, self._at, marks)
@@ -209,11 +213,14 @@ class _ArgumentValue:
         self.prefix = ""
         self.end = markup.value_end.replace("{key}", key)
         self.opening = markup.value_open.replace("{key}", key)
+        # Nothing but the end counts.
+        self.is_data = False
         # How many values of the same kind stand open inside of this one.
         self.depth = 0
         self._markup = markup
         self._schema = schema
         self._conversion = Conversion(schema)
+        self._is_nested = bool(markup.nested) and not self._conversion.is_surely_text("")
         self._parts: list[str] = []
         self._n_chars = 0
         self._is_text = False
@@ -259,13 +266,13 @@ class _ArgumentValue:
         if self._is_text:
             return certain + '"'
         text = "".join(self._parts)
-        if self._markup.nested and text.lstrip().startswith(self._markup.nested):
+        if self._is_nested and text.lstrip().startswith(self._markup.nested):
             return self.prefix + _nested(text, self._schema, self._markup.nested)
         return self.prefix + self._conversion.json(text)
 
     def _is_surely_text(self, text: str) -> bool:
         nested, begun = self._markup.nested, text.lstrip()[: len(self._markup.nested)]
-        return not (nested and nested.startswith(begun)) and self._conversion.is_surely_text(text)
+        return not (self._is_nested and nested.startswith(begun)) and self._conversion.is_surely_text(text)
 
 
 def _nested(text: str, schema: Schema, mark: str) -> str:
