@@ -266,7 +266,8 @@ def serve(
         grammars.close()
         accepting.join()
     if worker.fault is not None:
-        raise EngineLost(f"can't go on: {worker.fault!r}") from worker.fault
+        said = str(worker.fault) if isinstance(worker.fault, EngineLost) else repr(worker.fault)
+        raise EngineLost(f"can't go on: {said}") from worker.fault
     if not has_ended:
         raise EngineLost(f"the MLX thread did not end within {_WORKER_S:g} s")
 
