@@ -254,7 +254,7 @@ def test_a_stream_that_does_not_end_in_time_is_told(model):
         response = connection.getresponse()
         response.readline()
         process.send_signal(signal.SIGTERM)
-        last = response.read().decode().rstrip().split("\n\n")[-1]
+        last = response.read().decode().strip().split("\n\n")[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
         connection.close()
         assert process.wait(DEADLINE_S) == 0
