@@ -195,9 +195,7 @@ TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
 Inputs = Annotated[list[Str] | list[list[int]], BeforeValidator(_inputs)]
 # -1 is mlx_lm.server's default, which its clients send.
-TopLogprobs = Annotated[
-    int, Field(ge=0, le=MAX_TOP_LOGPROBS), BeforeValidator(lambda value: 0 if value == -1 else value)
-]
+TopLogprobs = Annotated[int, Field(ge=-1, le=MAX_TOP_LOGPROBS)]
 TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 
 

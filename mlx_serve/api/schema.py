@@ -28,6 +28,7 @@ from pydantic import (
 from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.cost import parsing
 from mlx_serve.api.fields import (
+    MAX_TOP_LOGPROBS,
     AllowedIds,
     ContextSize,
     Float,
@@ -355,6 +356,9 @@ class ChatRequest(Request):
 def _check_top_logprobs(top_logprobs: int, has_logprobs: bool) -> None:
     if top_logprobs > 0 and not has_logprobs:
         raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
+    if top_logprobs < 0 and has_logprobs:
+        # To mlx_lm.server it means none, to vLLM all of the vocabulary, and to OpenAI nothing.
+        raise ApiError(400, f"'top_logprobs' must be between 0 and {MAX_TOP_LOGPROBS}.", param="top_logprobs")
 
 
 def _check_tool_messages(messages: list[Message]) -> None:

@@ -155,7 +155,8 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"logprobs": 3}, "logprobs", "invalid_type"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", None),
         ({"top_logprobs": 3}, "top_logprobs", None),
-        ({"top_logprobs": -2, "logprobs": True}, "top_logprobs", None),
+        ({"top_logprobs": -2}, "top_logprobs", None),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs", None),
         ({"top_logprobs": 3, "logprobs": False}, "top_logprobs", None),
         ({"seed": 2**63}, "seed", None),
         ({"seed": -(2**63) - 1}, "seed", None),
@@ -466,7 +467,9 @@ def test_a_seed_has_64_bits(seed):
 @pytest.mark.parametrize("make", [chat, completion])
 def test_mlx_lm_servers_default_of_top_logprobs_is_none(make):
     assert make(top_logprobs=-1).needed_logprobs is None
-    assert make(top_logprobs=-1, logprobs=True).needed_logprobs == 0
+    assert make(top_logprobs=-1, logprobs=False).needed_logprobs is None
+    # There it means none to mlx_lm.server, and all of the vocabulary to vLLM.
+    assert refusal(make, top_logprobs=-1, logprobs=True).param == "top_logprobs"
 
 
 def test_a_json_schema_needs_no_name():

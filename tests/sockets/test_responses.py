@@ -897,14 +897,14 @@ def places(value, path=()):
 
 
 @given(st.sampled_from(list(places(EVERYTHING))), st.sampled_from(JUNK), st.booleans())
-def test_no_request_is_a_fault_of_ours(model, path, junk, stream):
+def test_no_request_is_a_fault_of_ours(server, path, junk, stream):
     body = json.loads(json.dumps(EVERYTHING)) | {"stream": stream}
     target = body
     for key in path[:-1]:
         target = target[key]
     target[path[-1]] = junk
-    model.answers[:] = ["<think>t</think>Hello."]
-    status, _, answer = model.server.request("POST", "/v1/responses", body)
+    server.answers[:] = ["<think>t</think>Hello."]
+    status, _, answer = server.server.request("POST", "/v1/responses", body)
     assert status in (200, 400), answer
     if status == 400:
         assert answer["error"]["message"]
@@ -913,7 +913,7 @@ def test_no_request_is_a_fault_of_ours(model, path, junk, stream):
     response = json.loads(answer.split("data: ")[-1])["response"] if stream else answer
     # Without its limit the answer comes to its end.
     assert response["status"] in ("incomplete", "completed")
-    assert model.get(response["id"])[2] == response
-    status, _, listed = model.get(f"{response['id']}/input_items?order=asc")
+    assert server.get(response["id"])[2] == response
+    status, _, listed = server.get(f"{response['id']}/input_items?order=asc")
     given = [TypeAdapter(Item).validate_python(item) for item in as_list(body["input"])]
     assert (status, len(listed["data"])) == (200, sum(not isinstance(item, Other) for item in given))

@@ -82,7 +82,7 @@ class ResponseRequest(Request):
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    top_logprobs: TopLogprobs = 0
+    top_logprobs: Annotated[TopLogprobs, Field(ge=0)] = 0
     include: Annotated[list[Str], FailFast()] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
     metadata: Annotated[Pairs, AfterValidator(_metadata)] = Field(default_factory=dict)
