@@ -7,7 +7,7 @@ more of them) and Anthropic's packages (what is not optional in TypeScript).
 _RESPONSE = """
     id object created_at completed_at status incomplete_details model previous_response_id instructions output error
     tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty top_logprobs
-    temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier metadata
+    temperature reasoning usage max_output_tokens max_tool_calls store background service_tier metadata
     safety_identifier prompt_cache_key
 """
 _USAGE = "input_tokens input_tokens_details output_tokens output_tokens_details total_tokens"

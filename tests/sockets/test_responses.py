@@ -101,7 +101,7 @@ def test_the_settings_of_a_request_are_given_back(model):
 def test_what_a_response_does_not_know_is_null_from_the_beginning(model):
     whole, found = model.both("Hello.", presence_penalty=0.5, frequency_penalty=-1)
     begun = found[0]["response"]
-    assert (begun["usage"], begun["user"], begun["previous_response_id"]) == (None, None, None)
+    assert (begun["usage"], begun["previous_response_id"]) == (None, None)
     assert whole["usage"] is not None
     assert (whole["presence_penalty"], whole["frequency_penalty"]) == (0.5, -1)
 

@@ -38,7 +38,7 @@ def new_response(
     given. Raises ApiError 400 when the settings hold what JSON text cannot.
     """
     sampling = body.sampling(defaults, None, 1)
-    return {
+    out = {
         "id": new_id("response"),
         "object": "response",
         "created_at": int(time.time()),
@@ -70,8 +70,9 @@ def new_response(
         "truncation": body.truncation,
         "metadata": body.metadata,
         "usage": None,
-        "user": body.user,
     }
+    # To OpenAI's schema it is a string or absent; only Open Responses' newest one wants a null.
+    return out if body.user is None else out | {"user": body.user}
 
 
 def _text_options(given: Any) -> dict[str, Any]:
