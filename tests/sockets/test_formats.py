@@ -3,9 +3,13 @@
 Formats that mlx-lm parses are in ``tests/engine``; these are the ones that need nothing of it.
 """
 
+import json
+
 import pytest
 
 from mlx_serve.api.generation import OutputOptions
+from tests.pure.familykit import FAMILIES, transcripts
+from tests.pure.familykit import TOOLS as FAMILY_TOOLS
 from tests.pure.formatkit import TOOLS, deepseek, gpt_oss, kimi_k2, llama3, mistral, qwen3
 from tests.sockets.apikit import events, until
 from tests.sockets.replaykit import Message, check_every_way, replaying
@@ -62,6 +66,22 @@ def test_an_answer_is_the_same_however_its_tokens_come(name):
     make, written, want = CASES[name]
     want.finish = "tool_calls"
     check_every_way(make(), written, want)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_streamed_and_whole(name):
+    tokenizer = FAMILIES[name].tokenizer()
+    with replaying(tokenizer) as replay:
+        for what, written, cut, want in transcripts(FAMILIES[name]):
+            if what not in ("code", "two calls", "text around", "an example, then a call"):
+                continue
+            assert not cut
+            replay.write_bytes(written)
+            got = replay.both(tools=FAMILY_TOOLS)
+            calls = [(called, json.loads(arguments)) for called, arguments in got.calls]
+            assert calls == [(called, json.loads(arguments)) for called, arguments in want.calls], what
+            assert ((got.content or "").strip(), got.reasoning.strip()) == (want.content, want.reasoning.strip()), what
+            assert got.finish == "tool_calls"
 
 
 ANALYSIS = "<|channel|>analysis<|message|>We need it.<|end|><|start|>assistant"

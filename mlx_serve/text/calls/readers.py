@@ -152,6 +152,10 @@ class CallReader:
     def _markers(self) -> tuple[str, ...]:
         return (self._frame.closing, *self._frame.between)
 
+    def _may_be_name(self) -> bool:
+        """Whether what is left may begin with a name that is a call."""
+        return self._frame.may_name(self._text[self._at : self._at + 140].lstrip(" \t\r\n["))
+
     def _expect(self, what: Shape) -> re.Match[str] | None:
         """The shape, if it is there. None: it is not, or more is needed, or the calls are over."""
         match = what.match(self._text, self._at)
@@ -182,12 +186,15 @@ class HeaderCalls(CallReader):
     def __init__(self, frame: Frame, header: str, end: str = "", delimiters: tuple[str, ...] = ()) -> None:
         super().__init__(frame)
         self._header = shape(header)
+        self._is_name_first = header.lstrip(" «[»").startswith("{name}")
         self._tail = shape(end)
         self._delimiters = delimiters
         self._name = ""
         self._value = Value()
 
     def _begin(self, out: list[Piece]) -> bool:
+        if self._is_name_first and not (self._may_be_name() or self._may_be_marker()):
+            return self._end()
         match = self._expect(self._header)
         if match is None:
             return False

@@ -59,7 +59,7 @@ class XmlCalls(CallReader):
 
     def _begin(self, out: list[Piece]) -> bool:
         is_name_first = self._markup.name.startswith(" {name}")
-        if is_name_first and not (self._frame.may_name(self._text[self._at : self._at + 128]) or self._may_be_marker()):
+        if is_name_first and not (self._may_be_name() or self._may_be_marker()):
             return self._end()
         match = self._expect(self._name)
         if match is None:
