@@ -289,7 +289,7 @@ def report(result: Result, *, attacked: bool) -> str:
         ]
         parts.append(f"the attacker's 5xx: {bad or 'none'}")
     failed = [visit for phase in result.phases for visit in phase.visits if visit.outcome == "failed"]
-    reasons = Counter(f"{visit.status} {re.sub('[0-9]+', 'N', visit.reason[:200])}" for visit in failed)
+    reasons = Counter(f"{visit.status} {re.sub('req_[0-9a-f]+|[0-9]+', 'N', visit.reason[:200])}" for visit in failed)
     parts += [f"failed, {n} times: {reason}" for reason, n in reasons.most_common(10)]
     parts.append(f"deaths: {result.deaths}; tracebacks in the log: {result.tracebacks}")
     if result.last_words:
