@@ -57,7 +57,9 @@ def server(tmp_path_factory):
     from mlx_serve.engine.single_backend import SingleOptions
     from tests.engine.tinymodel import write_model
 
-    entry = read_entry("tiny", write_model(tmp_path_factory.mktemp("tiny")))
+    # Tools are described in words, which are a token for each byte.
+    path = write_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
+    entry = read_entry("tiny", path)
     catalog = Catalog(entry, ["tiny"])
     models = ModelStore(
         catalog,
