@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
-from mlx_serve.api.cost import length_check
+from mlx_serve.api.cost import length_check, parsing
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
 from mlx_serve.api.schema import ChatRequest, parse, read_object, validated
@@ -69,12 +69,11 @@ def tokenize(services: Services, request: RawRequest) -> Response:
 
     In vLLM's form ``{"tokens", "count", "max_model_len", "token_strs"}``.
     """
-    raw = read_object(request.body)
-    if "messages" in raw:
-        return _of_messages(services, request, validated(MessagesRequest, raw))
-    if "prompt" in raw:
-        return _of_prompt(services, request, validated(PromptRequest, raw))
-    body = validated(TokenizeRequest, raw)
+    body = _parsed(request.body)
+    if isinstance(body, MessagesRequest):
+        return _of_messages(services, request, body)
+    if isinstance(body, PromptRequest):
+        return _of_prompt(services, request, body)
     entry, tokenizer = find_model(services, body.model)
     check = _check(services, request, entry, "content")
     check(len(body.content) // tokenizer.max_token_chars)
@@ -82,6 +81,15 @@ def tokenize(services: Services, request: RawRequest) -> Response:
     ids = tokenizer.encode(text, special=body.add_special, check=check)
     tokens: list[Any] = [{"id": i, "piece": _piece(tokenizer, i)} for i in ids] if body.with_pieces else list(ids)
     return json_response({"tokens": tokens})
+
+
+def _parsed(body: bytes) -> MessagesRequest | PromptRequest | TokenizeRequest:
+    """The form of the request that its fields say. Raises ApiError 400."""
+    with parsing(body):
+        raw = read_object(body)
+        if "messages" in raw:
+            return validated(MessagesRequest, raw)
+        return validated(PromptRequest, raw) if "prompt" in raw else validated(TokenizeRequest, raw)
 
 
 def _check(services: Services, request: RawRequest, entry: ModelEntry, param: str) -> Check:

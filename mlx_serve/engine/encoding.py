@@ -8,9 +8,11 @@ model and no chat template; any thread may call it.
 
 from __future__ import annotations
 
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from itertools import pairwise
 from threading import Lock
 from types import TracebackType
@@ -21,8 +23,9 @@ from mlx_serve.core import GUARD, Check
 # than those of the whole text. A piece takes some milliseconds.
 PIECE_CHARS = 16_384
 MAX_PIECE_CHARS = 65_536
-# Behind a letter or digit these begin a new word for every tokenizer that splits words before it merges.
-_BREAKS = frozenset(' \n\t\r,.;:!?()[]{}<>"，。、；：！？（）「」')
+# Behind a letter or digit these begin a new word for every tokenizer that splits words before it merges. No tokenizer's
+# normalization makes other characters of them.
+_BREAKS = frozenset(' \n\t\r,.;:!?()[]{}<>"。、「」')
 
 # Ids of a text; with True also what the tokenizer puts around one.
 Encode = Callable[[str, bool], list[int]]
@@ -71,7 +74,8 @@ class Cuts:
         """Whether a text may be cut between two characters."""
         if after not in _BREAKS or not before.isalnum():
             return False
-        return not self._joined[before.encode()[-1] << 8 | after.encode()[0]]
+        second = after.encode()[0]
+        return not any(self._joined[form.encode()[-1] << 8 | second] for form in _forms(before))
 
     def pieces(self, text: str) -> Iterator[tuple[str, str]]:
         """Each piece, with the character before it ("": there is none)."""
@@ -85,6 +89,14 @@ class Cuts:
         last = min(start + MAX_PIECE_CHARS, len(text))
         places = range(start + PIECE_CHARS, last)
         return next((i for i in places if self.is_exact(text[i - 1], text[i])), last)
+
+
+@lru_cache(maxsize=4096)
+def _forms(char: str) -> frozenset[str]:
+    """A character, and what tokenizers make of it that fold case, compatible characters or accents."""
+    whole = {char, char.lower(), unicodedata.normalize("NFKC", char), unicodedata.normalize("NFKC", char.lower())}
+    parts = {part for form in whole for part in unicodedata.normalize("NFKD", form)}
+    return frozenset(form[-1] for form in whole) | parts
 
 
 class Encoder:
