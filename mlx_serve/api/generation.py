@@ -38,7 +38,8 @@ from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.pieces import Piece, Splitter, Symbols
-from mlx_serve.text.stream import Layout, RegionSplitter, StopCutter
+from mlx_serve.text.stops import StopCutter
+from mlx_serve.text.stream import Layout, RegionSplitter
 from mlx_serve.text.tokenizer import Tokenizer
 
 # How long a client that has gone may go unnoticed, and how long a stream may be silent.

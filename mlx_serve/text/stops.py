@@ -1,4 +1,4 @@
-"""Finds the first of several strings in a text that comes in pieces, looking at each character once for each string.
+"""Ends a text that comes in pieces at the first of several strings, looking at each character once for each string.
 
 Knuth, Morris and Pratt's search: how much of a string the text ends with is known at any time, so that nothing is
 compared again however often a string almost matches.
@@ -56,6 +56,47 @@ class StopSearch:
                 n = self._fallbacks[k][n - 1]
             self._n_matched[k] = n
         return found
+
+
+class StopCutter:
+    """Ends the text at whichever of some strings (none of them empty) is complete first.
+
+    Before that string, or with ``keeps_stop`` behind it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
+        self._search = StopSearch(stops)
+        self._keeps_stop = keeps_stop
+        self._pending = ""
+        # The string that ended the text.
+        self.match: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one of them has ended the text."""
+        return self.match is not None
+
+    def feed(self, text: str) -> str:
+        """The text that is certainly before any stop string. After a match nothing comes."""
+        if self.stopped:
+            return ""
+        n_before = len(self._pending)
+        self._pending += text
+        found = self._search.feed(text)
+        if found is not None:
+            end, self.match = found
+            end += n_before if self._keeps_stop else n_before - len(self.match)
+            out, self._pending = self._pending[:end], ""
+            return out
+        cut = len(self._pending) - self._search.n_held
+        out, self._pending = self._pending[:cut], self._pending[cut:]
+        return out
+
+    def flush(self) -> str:
+        """What was held back, now that nothing follows. A stop string does not reach over this place."""
+        self._search.restart()
+        out, self._pending = self._pending, ""
+        return out
 
 
 @lru_cache(maxsize=_MAX_KEPT)

@@ -1,19 +1,18 @@
-"""Cutting a stream of text: at stop strings, and into content, reasoning and tool calls. Knows no tokens.
+"""Cutting a stream of text into content, reasoning and tool calls. Knows no tokens and no format.
 
-Both cutters take text as it comes and give back what is certain; what may be the start of a marker is held back until
-it is one, or is not. ``flush`` gives the rest at the end.
+The splitter takes text as it comes and gives back what is certain; what may be the start of a marker is held back until
+it is one, or is not. Calls are read by the readers of ``text/calls``; text that turns out to be no call is read again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from mlx_serve.text.calls.readers import Reader
 from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
-from mlx_serve.text.stops import StopSearch
 
 # A control token's character, or the text up to the next one.
 _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
@@ -40,47 +39,6 @@ def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
         return None
     end, _, marker = min(found)
     return end - len(marker), marker
-
-
-class StopCutter:
-    """Ends the text at whichever of some strings (none of them empty) is complete first.
-
-    Before that string, or with ``keeps_stop`` behind it.
-    """
-
-    def __init__(self, stops: Sequence[str], *, keeps_stop: bool = False) -> None:
-        self._search = StopSearch(stops)
-        self._keeps_stop = keeps_stop
-        self._pending = ""
-        # The string that ended the text.
-        self.match: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether one of them has ended the text."""
-        return self.match is not None
-
-    def feed(self, text: str) -> str:
-        """The text that is certainly before any stop string. After a match nothing comes."""
-        if self.stopped:
-            return ""
-        n_before = len(self._pending)
-        self._pending += text
-        found = self._search.feed(text)
-        if found is not None:
-            end, self.match = found
-            end += n_before if self._keeps_stop else n_before - len(self.match)
-            out, self._pending = self._pending[:end], ""
-            return out
-        cut = len(self._pending) - self._search.n_held
-        out, self._pending = self._pending[:cut], self._pending[cut:]
-        return out
-
-    def flush(self) -> str:
-        """What was held back, now that nothing follows. A stop string does not reach over this place."""
-        self._search.restart()
-        out, self._pending = self._pending, ""
-        return out
 
 
 @dataclass(frozen=True, slots=True)
