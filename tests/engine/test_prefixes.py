@@ -547,7 +547,7 @@ def test_kept_prompts_are_apart_for_each_scope(model, make):
     seen.run(job(SYSTEM, scope="a"))
     other, nobody, own = job(SYSTEM, scope="b"), job(SYSTEM), job(SYSTEM, scope="a")
     want = fresh(make, model, SYSTEM)
-    assert [seen.run(one) for one in (other, nobody, own)] == [[want]] * 3
+    assert [seen.run(one) for one in (other, own, nobody)] == [[want]] * 3
     assert [seen.cached[one] for one in (other, nobody, own)] == [0, 0, len(SYSTEM) - 1]
     assert seen.backend.n_cached == 3
 
@@ -590,6 +590,15 @@ def test_where_another_scope_s_prompts_part_no_copy_is_kept():
     again = job([*SYSTEM[:80], 7, 8, 9], scope="b")
     seen.run(again)
     assert seen.cached[again] == 80
+
+
+def test_where_a_waiting_prompt_of_another_scope_parts_no_copy_is_kept():
+    seen = Seen(batch_of(tiny_lfm2(), trimmable=False))
+    seen.run(*(job([*SYSTEM[:80], i, i + 1, i + 2], scope=scope) for i, scope in ((1, "b"), (4, "a"), (7, "a"))))
+    other, own = job([*SYSTEM[:80], 11, 12], scope="b"), job([*SYSTEM[:80], 11, 12], scope="a")
+    seen.run(other)
+    seen.run(own)
+    assert (seen.cached[other], seen.cached[own]) == (0, 80)
 
 
 def test_a_sequence_makes_none_of_another_scope_superfluous(layer):
