@@ -147,3 +147,13 @@ def test_lists_of_calls_and_markers_that_are_text():
     form = '[{"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]'
     tokenizer = model(template="tools tool_calls <tool_call>")
     assert split(tokenizer, f"<tool_call>\n{form}\n</tool_call>") == Answer(calls=[("add", '{"a": 1}')])
+
+
+def test_kimi_k3_may_write_all_arguments_as_json():
+    section = ("<|open|>tools<|sep|>", "<|close|>tools<|sep|>")
+    special = ("<|open|>", "<|close|>", "<|sep|>")
+    tokenizer = model(special=special, template=None, tool_call=section, tool_format="kimi_k3")
+    inner = '<|open|>json type="object"<|sep|>{"path": "a"}<|close|>json<|sep|>'
+    call = f'<|open|>call tool="read" index="1"<|sep|>{inner}<|close|>call<|sep|>'
+    written = f"{section[0]}{call}{call}{section[1]}"
+    assert each_way(tokenizer, written, [tool("read")]) == Answer(calls=[("read", '{"path": "a"}')] * 2)

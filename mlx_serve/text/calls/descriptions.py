@@ -84,11 +84,12 @@ def headed(header: str, end: str = "", *delimiters: str) -> NewReader:
     return new
 
 
-def tagged(markup: Markup) -> NewReader:
-    """Tags around values; see XmlCalls. JSON calls are read as well."""
+def tagged(markup: Markup, header: str = "{json}", end: str = "") -> NewReader:
+    """Tags around values; see XmlCalls. JSON calls are read as well, and behind a ``header`` all arguments as JSON."""
 
     def new(frame: Frame, offer: Offer) -> Reader:
-        return AnyCalls(JsonCalls(frame), XmlCalls(frame, markup, offer.schema_of))
+        others = [HeaderCalls(frame, header, end)] if "{name}" in header else []
+        return AnyCalls(JsonCalls(frame), XmlCalls(frame, markup, offer.schema_of), *others)
 
     return new
 

@@ -59,6 +59,8 @@ _XTML_MARKUP = Markup(
     "<|close|>argument<|sep|>",
     " <|close|>call<|sep|>",
 )
+_XTML_JSON = ' <|open|>call tool="{name}"{other}<|sep|> <|open|>json{other}<|sep|> {json}'
+_XTML_END = " <|close|>json<|sep|> <|close|>call<|sep|>"
 _DEEPSEEK = " <｜tool▁call▁begin｜> «function<｜tool▁sep｜> »{name} «<｜tool▁sep｜> »«```json »{json}"
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>FUNCTION<｜tool▁sep｜>{ARGUMENTS}<｜tool▁call▁end｜>"
 _KIMI = " <|tool_call_begin|> «functions.»{name}«:{word}» <|tool_call_argument_begin|> {json}"
@@ -181,7 +183,11 @@ FAMILIES: tuple[Family, ...] = (
         ("<|tool_calls_section_begin|>",),
         "kimi_k2",
     ),
-    Family(CallFormat("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", tagged(_XTML_MARKUP)), ("<|open|>",), "kimi_k3"),
+    Family(
+        CallFormat("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", tagged(_XTML_MARKUP, _XTML_JSON, _XTML_END)),
+        ("<|open|>",),
+        "kimi_k3",
+    ),
     Family(
         CallFormat("[TOOL_CALLS]", "", headed(_MISTRAL), between=("[TOOL_CALLS]",)),
         ("[TOOL_CALLS]",),

@@ -15,6 +15,7 @@ _HOLES = {
     "name": (r"[\w.:/-]{1,128}?", True),
     "key": (r"[^<>\"'\n]{1,128}", True),
     "attributes": (r"[^<>]{0,200}", True),
+    "other": (r"[^<>]{0,200}", True),
     "word": (r"[\w-]{1,64}", True),
     "quote": ("[\"']?", True),
     "tag": ("(?=<)", False),
