@@ -249,9 +249,10 @@ class _Choice:
             yield from self._take_token(event)
 
     def _echo(self, event: PromptLogprobs) -> Text:
-        first, *others = self.job.prompt.tokens
-        entries = [self.logprobs.entry(first, None)]
-        for token, (logprob, top) in zip(others, event.logprobs, strict=True):
+        tokens = self.job.prompt.tokens
+        # An empty prompt has no first token.
+        entries = [self.logprobs.entry(token, None) for token in tokens[:1]]
+        for token, (logprob, top) in zip(tokens[1:], event.logprobs, strict=True):
             entries.append(self.logprobs.entry(token, logprob, top))
         return Text(self.job.index, "content", self.options.echoes[self.job.index], tuple(entries))
 

@@ -576,6 +576,13 @@ def test_an_answer_without_a_limit_ends_where_its_log_probabilities_do(monkeypat
         assert_error(server.chat("x" * 100, max_tokens=11, **asked), 400, code="too_many_logprobs")
 
 
+def test_an_empty_prompt_is_echoed_with_no_log_probabilities(server):
+    status, _, body = server.complete("", echo=True, logprobs=2, max_tokens=2)
+    assert status == 200
+    assert body["choices"][0]["text"] == ""
+    assert body["usage"]["prompt_tokens"] == 0
+
+
 def test_roles_of_a_client_are_counted_before_they_are_repeated():
     """Written out, this prompt would be 2 GB."""
     bare = FakeTokenizer(has_chat_template=False, think=None, tool_call=None, controls={})
