@@ -33,7 +33,7 @@ from benchmarks.options import parse
 from benchmarks.prompts import Prompts
 from benchmarks.report import Ratio, markdown, ratio_table
 from mlx_serve.commands.bench.progress import note
-from mlx_serve.flags import size
+from mlx_serve.settings.flags import size
 
 # Little to compute, and much to keep of each token.
 _MODEL = {

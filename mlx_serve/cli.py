@@ -22,15 +22,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, config, demo, http_options, logs, model_options, progress, ranked, signals
+from mlx_serve import __version__, blas, demo, logs, progress, signals
 from mlx_serve.api import page
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import Defaults
 from mlx_serve.api.serving import Grammars, Services, Tokenizers
-from mlx_serve.config import Config
-from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine import backend
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit
@@ -38,7 +36,12 @@ from mlx_serve.engine.leader import Leader
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Peers, Worker
-from mlx_serve.flags import did_you_mean
+from mlx_serve.settings import config, http
+from mlx_serve.settings import models as model_options
+from mlx_serve.settings import ranks as ranked
+from mlx_serve.settings.config import Config
+from mlx_serve.settings.flags import did_you_mean
+from mlx_serve.values import ApiError, StartError
 from mlx_serve.wire.server import Server
 
 if TYPE_CHECKING:
@@ -242,7 +245,7 @@ def serve(
     draining = threading.Event()
     grammars = GrammarCompiler(models.vocabulary)
     app = Api(services(settings, catalog, models, scheduler, grammars, draining.is_set, worker.ready.done))
-    server = http_options.bind(settings, app, app.observe)
+    server = http.bind(settings, app, app.observe)
     _warn_of_strangers(settings)
     _raise_descriptor_limit(settings.max_connections)
     signals.stop_on_signals(stop)
@@ -320,7 +323,7 @@ def services(
 
 
 def _warn_of_strangers(settings: Config) -> None:
-    if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
+    if not http.is_loopback(settings) and not http.api_keys(settings):
         log.warning("anyone who can reach %s may use this server: set --api-key-file", settings.host)
 
 

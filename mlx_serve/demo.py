@@ -29,11 +29,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
-from mlx_serve.core import Progress
 from mlx_serve.gguf import write_model
 from mlx_serve.paths import expanded
 from mlx_serve.progress import printed
 from mlx_serve.signals import unwinding
+from mlx_serve.values import Progress
 
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mlx_serve.core import Progress
+from mlx_serve.values import Progress
 
 # mlx and tokenizers are imported inside the functions that use them. The command line imports this module and must
 # work without MLX; and where OpenBLAS is to stand in for MLX's own BLAS, it has to be loaded before mlx is.

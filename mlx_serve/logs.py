@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Literal, TypeAlias
 
-from mlx_serve.core import ACCESS_LOG
+from mlx_serve.values import ACCESS_LOG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 # Libraries that tell of each of their own requests and lock files at INFO.

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from mlx_serve.core import Progress
+from mlx_serve.values import Progress
 
 # Between two log lines of one step.
 _EVERY_S = 5.0

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 from mlx_serve.api.errors import ContextLengthError
-from mlx_serve.core import ApiError, Check, ClientGone, RawRequest
+from mlx_serve.values import ApiError, Check, ClientGone, RawRequest
 
 # As the flag's default has it.
 MAX_JSON_VALUES = 2**20

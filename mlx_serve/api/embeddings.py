@@ -21,7 +21,12 @@ from mlx_serve.api.generation import ALIVE_EVERY_S
 from mlx_serve.api.render import dumps
 from mlx_serve.api.schema import parse
 from mlx_serve.api.serving import Services, context_tokens, find_model
-from mlx_serve.core import (
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.metrics import Trace
+from mlx_serve.text.prompt import text_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import (
     ApiError,
     Check,
     ClientGone,
@@ -35,12 +40,7 @@ from mlx_serve.core import (
     Started,
     internal_error,
 )
-from mlx_serve.core import Inputs as JobInputs
-from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.vocabulary import check_ids
-from mlx_serve.metrics import Trace
-from mlx_serve.text.prompt import text_prompt
-from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import Inputs as JobInputs
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from mlx_serve.api.serving import (
     make_jobs,
     request_prompt,
 )
-from mlx_serve.core import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.wire import sse
 from mlx_serve.wire.log import RequestLog
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from mlx_serve.api.routes import route_path
-from mlx_serve.core import ApiError, Response
+from mlx_serve.values import ApiError, Response
 
 # Anthropic's words for a status (https://platform.claude.com/docs/en/api/errors); others are 4xx or 5xx of ours.
 _ANTHROPIC_TYPES = {

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS
+from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS
 
 MAX_STOPS = 64
 # As many as the largest vocabularies have.

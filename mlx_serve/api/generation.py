@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any, Literal
 
-from mlx_serve.core import (
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.metrics import Metrics, Trace
+from mlx_serve.text.detokenizer import Detokenizer
+from mlx_serve.text.formats import formats
+from mlx_serve.text.pieces import Piece, Splitter, Symbols
+from mlx_serve.text.stops import StopCutter
+from mlx_serve.text.stream import Layout, RegionSplitter
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import (
     Beat,
     ClientGone,
     Delta,
@@ -33,14 +41,6 @@ from mlx_serve.core import (
     ToolCallStart,
     Usage,
 )
-from mlx_serve.engine.scheduler import Scheduler
-from mlx_serve.metrics import Metrics, Trace
-from mlx_serve.text.detokenizer import Detokenizer
-from mlx_serve.text.formats import formats
-from mlx_serve.text.pieces import Piece, Splitter, Symbols
-from mlx_serve.text.stops import StopCutter
-from mlx_serve.text.stream import Layout, RegionSplitter
-from mlx_serve.text.tokenizer import Tokenizer
 
 # How long a client that has gone may go unnoticed, and how long a stream may be silent.
 ALIVE_EVERY_S = 0.25

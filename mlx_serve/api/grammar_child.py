@@ -29,10 +29,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mlx_serve.core import ApiError
 from mlx_serve.engine.grammars import Tokens, compile_matcher
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.text.grammar_task import compile_task
+from mlx_serve.values import ApiError
 
 # A message on the control socket: its kind, what it is about, and the length of what follows.
 _HEADER = struct.Struct("!cQQ")

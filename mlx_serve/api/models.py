@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from mlx_serve.api.serving import Services, context_tokens, json_response
-from mlx_serve.core import ApiError, RawRequest, Response
 from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.values import ApiError, RawRequest, Response
 
 # Anthropic's.
 MAX_LIMIT = 1000

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib.resources import files as package_files
 
-from mlx_serve.core import Response
+from mlx_serve.values import Response
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

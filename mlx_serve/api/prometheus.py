@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.core import ApiError, EngineStats, Response
 from mlx_serve.metrics import Counter, Histogram, Metrics
+from mlx_serve.values import ApiError, EngineStats, Response
 
 PREFIX = "mlx_serve:"
 # Not negotiated: every Prometheus reads it, and the client's version of a format is none to repeat in a header.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from mlx_serve.core import Beat, Delta, Finish, Text, TokenLogprob, ToolCallArguments, ToolCallStart, Usage
+from mlx_serve.values import Beat, Delta, Finish, Text, TokenLogprob, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
 
 # one-api reads lines of at most 64 KiB and then ends its reply in silence; a character takes up to 6 bytes as JSON.

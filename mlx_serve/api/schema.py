@@ -49,8 +49,8 @@ from mlx_serve.api.fields import (
 )
 from mlx_serve.api.scope import CacheSalt
 from mlx_serve.api.structured import Structured
-from mlx_serve.core import ApiError, Sampling
 from mlx_serve.text.grammar import Function
+from mlx_serve.values import ApiError, Sampling
 
 MAX_N = 128
 MAX_MESSAGES = 16_384

@@ -17,7 +17,14 @@ from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.api.scope import prefix_scope
-from mlx_serve.core import (
+from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
+from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.metrics import Metrics, Trace
+from mlx_serve.text.formats import formats
+from mlx_serve.text.grammar import Function, Rule
+from mlx_serve.text.prompt import can_continue, chat_prompt
+from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import (
     ApiError,
     Check,
     ClientGone,
@@ -31,13 +38,6 @@ from mlx_serve.core import (
     Sampling,
     internal_error,
 )
-from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
-from mlx_serve.engine.scheduler import Scheduler
-from mlx_serve.metrics import Metrics, Trace
-from mlx_serve.text.formats import formats
-from mlx_serve.text.grammar import Function, Rule
-from mlx_serve.text.prompt import can_continue, chat_prompt
-from mlx_serve.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from mlx_serve.core import EngineStats
 from mlx_serve.metrics import ErrorEntry, Histogram, Metrics, Trace
+from mlx_serve.values import EngineStats
 from mlx_serve.wire.log import RequestLog
 
 # Requests listed one by one; the number of all is beside them.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mlx_serve.api import prometheus, stats
 from mlx_serve.api.serving import Services, json_response
-from mlx_serve.core import RawRequest, Response
 from mlx_serve.engine.scheduler import Health
+from mlx_serve.values import RawRequest, Response
 
 
 def health(services: Services, request: RawRequest) -> Response:

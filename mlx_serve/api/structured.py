@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mlx_serve.api.fields import Model, Str, refuse
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Rule
+from mlx_serve.values import ApiError
 
 # What vLLM's clients may ask for besides: it would change the text, and is not served.
 _NOT_SERVED = ("structural_tag", "whitespace_pattern")

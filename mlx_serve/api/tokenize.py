@@ -21,12 +21,12 @@ from mlx_serve.api.serving import (
     json_response,
     request_prompt,
 )
-from mlx_serve.core import Check, Prompt, RawRequest, Response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.vocabulary import check_ids
 from mlx_serve.text.guard import Guard
 from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import Check, Prompt, RawRequest, Response
 
 # For models that do not say how long their context is: longer lists would hold up the decoding of everybody's answers.
 MAX_IDS = 2**20

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mlx_serve.api.fields import Model, Object, Str, fault
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function
+from mlx_serve.values import ApiError
 
 
 class _Function(Model):

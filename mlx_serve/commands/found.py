@@ -13,8 +13,8 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
 from mlx_serve.commands.modelfiles import ModelFiles, look_into
-from mlx_serve.config import Config
 from mlx_serve.paths import expanded
+from mlx_serve.settings.config import Config
 
 
 @dataclass(frozen=True, slots=True)

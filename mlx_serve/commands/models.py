@@ -11,14 +11,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_serve import config, model_options
 from mlx_serve.client.connection import Client, objects
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import add_options, given_place
 from mlx_serve.commands import found
 from mlx_serve.commands.found import Found
 from mlx_serve.commands.terminal import bytes_text, printable, table
-from mlx_serve.core import StartError
+from mlx_serve.settings import config
+from mlx_serve.settings import models as model_options
+from mlx_serve.values import StartError
 
 _HEAD = ("NAME", "TYPE", "WEIGHTS", "SIZE", "CONTEXT", "FROM")
 _RIGHT = frozenset({3, 4})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Sequence
 from typing import Protocol, TypeAlias
 
-from mlx_serve.core import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.values import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 
 
 class EngineLost(Exception):

@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from mlx_serve.core import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 from mlx_serve.engine.constraints import Constraint
 from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.grammars import Vocabulary
@@ -19,6 +18,7 @@ from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.prefix_cache import PrefixCache
 from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
 from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_serve.core import Sampling
+from mlx_serve.values import Sampling
 
 Mask: TypeAlias = NDArray[np.bool_]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mlx_serve.core import ApiError, Job
+from mlx_serve.values import ApiError, Job
 
 # Told to a refused client: about as long as a short answer takes, so that its retry finds room.
 RETRY_AFTER_S = 2

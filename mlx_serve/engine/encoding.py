@@ -17,7 +17,7 @@ from itertools import pairwise
 from threading import Lock
 from types import TracebackType
 
-from mlx_serve.core import GUARD, Check
+from mlx_serve.values import GUARD, Check
 
 # What a piece has at least, and at most where the text has no exact cut: there a seam's two tokens may be other ones
 # than those of the whole text. A piece takes some milliseconds.

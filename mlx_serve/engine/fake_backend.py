@@ -12,7 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mlx_serve.core import (
+from mlx_serve.engine.backend import Backend, Opening, is_last
+from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.grammars import Vocabulary
+from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.pooling import too_many_dimensions
+from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.values import (
     GUARD,
     ApiError,
     Check,
@@ -26,12 +32,6 @@ from mlx_serve.core import (
     TokenEvent,
     unchecked,
 )
-from mlx_serve.engine.backend import Backend, Opening, is_last
-from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.grammars import Vocabulary
-from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.pooling import too_many_dimensions
-from mlx_serve.engine.vocabulary import check_ids
 
 EOS = 256
 # Control tokens, by their text. Those that a marker is made of are seen by the splitter; the others are hidden.

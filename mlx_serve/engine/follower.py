@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_serve.core import ApiError, Event, Job
 from mlx_serve.engine.backend import EngineLost, is_last
 from mlx_serve.engine.distributed import ALIKE, JointOpening, Messages, PartBackend, Store, job_of
 from mlx_serve.engine.prefill_budget import StepPlan
+from mlx_serve.values import ApiError, Event, Job
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from mlx_serve.core import ApiError, Grammar
+from mlx_serve.values import ApiError, Grammar
 
 # llguidance's limits, lower than its own: a hostile grammar fails before it takes much memory (with 50,000 states one
 # took 7 GB) or much of a step. Ordinary schemas need 0.01 to 1 ms a token.

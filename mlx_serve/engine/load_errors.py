@@ -6,10 +6,10 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mlx_serve.core import ApiError
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.errors import is_fault, one_line
+from mlx_serve.values import ApiError
 
 log = logging.getLogger(__name__)
 

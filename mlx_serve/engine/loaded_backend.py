@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mlx_serve.core import Event, Failed, Job, internal_error
 from mlx_serve.engine.choice import Loaded
 from mlx_serve.engine.distributed import ALIKE
 from mlx_serve.engine.prefill_budget import StepPlan
+from mlx_serve.values import Event, Failed, Job, internal_error
 
 log = logging.getLogger(__name__)
 

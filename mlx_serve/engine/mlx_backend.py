@@ -19,7 +19,6 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.cache_kinds import cut_back
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
@@ -29,6 +28,7 @@ from mlx_serve.engine.prefill import prefill
 from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
 from mlx_serve.engine.prefix_cache import Ids, as_ids, common, is_whole
 from mlx_serve.engine.scoring import Scoring
+from mlx_serve.values import Event, Failed, Job, Started
 
 # What another's prefill must give more than what is there already, to be waited for.
 _MIN_SHARED = 32

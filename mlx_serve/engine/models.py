@@ -22,7 +22,6 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
-from mlx_serve.core import Progress
 from mlx_serve.engine import trial
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.cache_kinds import always_trims
@@ -43,6 +42,7 @@ from mlx_serve.engine.sharding import Sharding
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.weights import files_bytes, held_bytes, read_weights
 from mlx_serve.paths import expanded, is_repository
+from mlx_serve.values import Progress
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.core import PromptLogprobs
 from mlx_serve.engine.choice import Choice, top
+from mlx_serve.values import PromptLogprobs
 
 # A chunk's logits are chunk x vocabulary numbers: 150 MB for 256 tokens and a vocabulary of 150,000.
 _MAX_CHUNK = 256

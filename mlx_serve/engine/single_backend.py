@@ -16,7 +16,6 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.core import Event, Failed, Job, Started
 from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.choice import Choice, Loaded, make_choice
 from mlx_serve.engine.embedding import Embedder, Embedding
@@ -28,6 +27,7 @@ from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
 from mlx_serve.engine.prefix_cache import as_ids
 from mlx_serve.engine.scoring import Scoring
 from mlx_serve.engine.trial import refusal
+from mlx_serve.values import Event, Failed, Job, Started
 
 
 @dataclass(frozen=True, slots=True)

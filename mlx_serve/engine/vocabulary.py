@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mlx_serve.core import ApiError
+from mlx_serve.values import ApiError
 
 
 def check_ids(ids: Collection[int], vocab_size: int, param: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from mlx_serve.core import Job
+from mlx_serve.values import Job
 
 # What a step of priority is worth in waiting time: much beside an ordinary wait, but no job is passed by for ever.
 PRIORITY_STEP_S = 30.0

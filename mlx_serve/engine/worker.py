@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Protocol
 
-from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.watch import Watch
+from mlx_serve.values import ApiError, internal_error
 
 log = logging.getLogger(__name__)
 

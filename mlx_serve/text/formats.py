@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from mlx_serve.core import TAG, Gate
 from mlx_serve.text.calls import harmony
 from mlx_serve.text.calls.descriptions import CallFormat, Offer
 from mlx_serve.text.calls.forced import ForcedCall
@@ -16,6 +15,7 @@ from mlx_serve.text.calls.registry import HERMES, call_format, new_bare_reader, 
 from mlx_serve.text.pieces import Region, Splitter, Symbols
 from mlx_serve.text.stream import Calls, Layout, RegionSplitter
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import TAG, Gate
 
 # Markers of reasoning that mlx-lm does not know or that are plain text: what opens and closes it, and what else the
 # template puts around an answer. The first row of which the template has all.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from mlx_serve.core import ApiError
+from mlx_serve.values import ApiError
 
 # OpenAI's own bound on a schema's text is 120,000 characters.
 MAX_CHARS = 120_000

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mlx_serve.core import GUARD
+from mlx_serve.values import GUARD
 
 
 class Guard:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.core import ApiError, Check, Prompt, unchecked
 from mlx_serve.text.formats import Formats, formats
 from mlx_serve.text.rendering import guard_of, plain_turns, rendered
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import ApiError, Check, Prompt, unchecked
 
 # For models without a chat template; the words are mlx_lm.server's, whose ``role_mapping`` may change them.
 DEFAULT_ROLE_MAPPING = {

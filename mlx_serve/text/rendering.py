@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from mlx_serve.core import ApiError
 from mlx_serve.text import forms
 from mlx_serve.text.call_forms import Arguments, Message
 from mlx_serve.text.formats import Formats
@@ -21,6 +20,7 @@ from mlx_serve.text.guard import Guard
 from mlx_serve.text.template_probe import STRICTER, TOOL_FORMS, plan
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.text.toolprompt import with_definitions
+from mlx_serve.values import ApiError
 
 _MAX_KEPT = 32
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mlx_serve.core import Check, unchecked
+from mlx_serve.values import Check, unchecked
 
 
 class Tokenizer(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from mlx_serve.core import ApiError
+from mlx_serve.values import ApiError
 
 Fields = tuple[tuple[str, str], ...]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from mlx_serve.core import ApiError, Response
+from mlx_serve.values import ApiError, Response
 from mlx_serve.wire import access
 from mlx_serve.wire.framing import Head, Refusal
 from mlx_serve.wire.options import Application

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
-from mlx_serve.core import ClientGone
+from mlx_serve.values import ClientGone
 
 Peer: TypeAlias = Literal["open", "eof", "gone"]
 

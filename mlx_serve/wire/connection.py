@@ -23,7 +23,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer
 
-from mlx_serve.core import ClientGone
+from mlx_serve.values import ClientGone
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.exchange import Exchange, Setting
 from mlx_serve.wire.framing import Head, Refusal

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from mlx_serve.core import ApiError, ClientGone, RawRequest, Response, internal_error
+from mlx_serve.values import ApiError, ClientGone, RawRequest, Response, internal_error
 from mlx_serve.wire import access
 from mlx_serve.wire.admission import admit, check_expectation, length_is_missing
 from mlx_serve.wire.body import body_decoder

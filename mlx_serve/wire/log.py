@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_serve.core import ACCESS_LOG
+from mlx_serve.values import ACCESS_LOG
 
 access_log = logging.getLogger(ACCESS_LOG)
 

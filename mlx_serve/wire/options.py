@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from mlx_serve.core import ApiError, RawRequest, Response
+from mlx_serve.values import ApiError, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.log import RequestLog

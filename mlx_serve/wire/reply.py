@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
 
-from mlx_serve.core import ClientGone, Response
+from mlx_serve.values import ClientGone, Response
 from mlx_serve.wire import sse
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import Head, Refusal

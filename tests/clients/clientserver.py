@@ -22,11 +22,11 @@ from mlx_serve.api.endpoints import Api
 from mlx_serve.api.errors import is_anthropic
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
-from mlx_serve.core import ApiError, Job, RawRequest, Response
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
+from mlx_serve.values import ApiError, Job, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server

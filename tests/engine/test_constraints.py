@@ -9,11 +9,11 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Grammar, Sampling
 from mlx_serve.engine import constraints, grammars
 from mlx_serve.engine.constraints import Constraint
 from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
+from mlx_serve.values import ApiError, Gate, Grammar, Sampling
 
 pytest.importorskip("llguidance")
 

@@ -10,12 +10,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tinymodel import VOCAB_SIZE, loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
-from mlx_serve.core import ApiError, Embedded, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine.embedding import Embedder
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.values import ApiError, Embedded, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 MEAN = Pooling("mean")
 INPUTS = [[1, 2, 3], [7], list(range(100, 160)), [9] * 17, [7]]

@@ -7,7 +7,6 @@ import mlx.core as mx
 import pytest
 from tinymodel import loaded, tiny_llama, tokens_of, write_model
 
-from mlx_serve.core import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine import choice
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import FakeModels
@@ -17,6 +16,7 @@ from mlx_serve.engine.models import ModelStore
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker
+from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 PROMPT = list(range(20, 60))
 

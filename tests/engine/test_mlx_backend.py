@@ -15,7 +15,6 @@ from mlx_lm.utils import load_tokenizer
 from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 from benchmarks.structured import random_schema
-from mlx_serve.core import ApiError, Failed, Gate, Grammar, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine import constraints
 from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
@@ -23,6 +22,7 @@ from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
 from mlx_serve.engine.sampling import make_processors
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.text.grammar import Rule, compile_rule
+from mlx_serve.values import ApiError, Failed, Gate, Grammar, Job, Prompt, Sampling, Started, TokenEvent
 
 GAP_S = 0.2
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from tinymodel import byte_tokenizer, mlx_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from mlx_serve.core import Grammar, Sampling
 from mlx_serve.engine.constraints import Constraint
 from mlx_serve.engine.grammars import Vocabulary
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Rule, compile_rule
+from mlx_serve.values import Grammar, Sampling
 from tests.pure.formatkit import THINK, TOOLS
 
 CALL = ("<tool_call>", "</tool_call>")

@@ -12,7 +12,6 @@ from test_trial import ARCHITECTURES, greedy
 from tinymodel import CONFIG, EOS, GEMMA, tiny, tiny_gemma, tokens_of, write_model
 from transformers import PreTrainedTokenizerBase
 
-from mlx_serve.core import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.load_errors import LoadError, loading
@@ -23,6 +22,7 @@ from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
 from mlx_serve.engine.worker import Worker
+from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
 
 DEADLINE_S = 60
 

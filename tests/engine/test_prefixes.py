@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
-from mlx_serve.core import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
 from mlx_serve.engine.cache_kinds import cut_back
 from mlx_serve.engine.kv_size import measure
 from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
 from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.prefix_cache import Found, PrefixCache, as_ids, common
 from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
 
 GAP_S = 0.2
 SYSTEM = [i % 250 for i in range(3, 123)]

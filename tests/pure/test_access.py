@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_serve.core import ApiError
+from mlx_serve.values import ApiError
 from mlx_serve.wire.access import AccessPolicy, check, client, cors_fields, is_preflight, preflight_fields
 
 OPEN = AccessPolicy()

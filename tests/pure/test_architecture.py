@@ -11,26 +11,21 @@ import pytest
 from mlx_serve.cli import COMMANDS
 
 PACKAGE = Path(__file__).parents[2] / "mlx_serve"
-SHARED = {"core", "metrics", "paths"}
+SHARED = {"values", "metrics", "paths"}
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 NAMES = {module.split("/")[0].removesuffix(".py") for module in MODULES}
-# What is not named here, of the modules beside the layers, imports core and paths alone.
+# What is not named here, of the modules beside the layers, imports values and paths alone.
 MAY_IMPORT = {
     "wire": SHARED | {"wire"},
     "text": SHARED | {"text"},
     "engine": SHARED | {"engine"},
     "api": SHARED | {"api", "wire", "text", "engine"},
-    "core": set(),
+    "values": set(),
     "cli": NAMES,
     "__main__": {"cli"},
-    "ranked": SHARED | {"config", "engine", "__version__"},
-    # It opens the page's paths to those without a key.
-    "http_options": SHARED | {"config", "wire", "api"},
-    "demo": {"core", "gguf", "paths", "progress", "signals"},
+    "settings": SHARED | {"settings", "engine", "wire", "api", "demo", "__version__"},
+    "demo": {"values", "gguf", "paths", "progress", "signals"},
     "probe": {"blas", "engine"},
-    "config_file": {"core", "flags"},
-    "config": {"core", "flags", "config_file", "paths"},
-    "model_options": SHARED | {"flags", "config_file", "config", "demo", "engine"},
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
     "client": {"client"},
@@ -74,13 +69,13 @@ def imports(path: Path) -> set[str]:
 def test_a_layer_imports_only_what_it_may(module):
     own = {name.split(".")[1] for name in imports(PACKAGE / module) if name.startswith("mlx_serve.")} & NAMES
     layer = module.split("/")[0].removesuffix(".py")
-    assert own <= MAY_IMPORT.get(layer, {"core", "paths"})
+    assert own <= MAY_IMPORT.get(layer, {"values", "paths"})
 
 
 def test_an_import_across_layers_is_found():
     assert imports(PACKAGE / "cli.py") >= {
-        "mlx_serve.config",
-        "mlx_serve.core.ApiError",
+        "mlx_serve.settings.config",
+        "mlx_serve.values.ApiError",
         "mlx_serve.engine.models.locate",
     }
 

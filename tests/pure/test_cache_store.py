@@ -11,10 +11,10 @@ from threading import Event
 
 import pytest
 
-from mlx_serve.core import StartError
 from mlx_serve.engine import cache_file
 from mlx_serve.engine.cache_file import Header, file_size, head, to_key
 from mlx_serve.engine.cache_store import CacheStore
+from mlx_serve.values import StartError
 
 N = 1000
 LONG_S = 60

@@ -10,9 +10,9 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from mlx_serve.core import ApiError
 from mlx_serve.engine.architectures import _known_types, architecture_fault
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit, read_entry
+from mlx_serve.values import ApiError
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}
 

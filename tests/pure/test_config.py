@@ -6,10 +6,10 @@ from importlib.metadata import distribution
 
 import pytest
 
-from mlx_serve import config
 from mlx_serve.cli import COMMANDS, memory_budget
-from mlx_serve.config import from_args
-from mlx_serve.flags import size, size_text
+from mlx_serve.settings import config
+from mlx_serve.settings.config import from_args
+from mlx_serve.settings.flags import size, size_text
 
 
 def test_defaults_are_mlx_lm_server_s():

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mlx_serve.config import FLAGS, from_args
-from mlx_serve.config_file import ModelDefaults, ModelSpec
-from mlx_serve.core import StartError
+from mlx_serve.settings.config import FLAGS, from_args
+from mlx_serve.settings.file import ModelDefaults, ModelSpec
+from mlx_serve.values import StartError
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -7,7 +7,6 @@ from threading import Barrier, Event, Semaphore, Thread
 
 import pytest
 
-from mlx_serve.core import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.distributed import job_data, job_of
 from mlx_serve.engine.fake_backend import EOS, FakeBackend
@@ -17,6 +16,7 @@ from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.engine.worker import Worker
+from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started
 
 DEADLINE_S = 60
 

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import (
     MAX_CHARS,
     MAX_REGEX_CHARS,
@@ -16,6 +15,7 @@ from mlx_serve.text.grammar import (
     compile_forced_call,
     compile_rule,
 )
+from mlx_serve.values import ApiError
 
 pytest.importorskip("llguidance")
 

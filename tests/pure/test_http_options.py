@@ -2,13 +2,13 @@
 
 import pytest
 
-from mlx_serve import http_options
-from mlx_serve.config import from_args
-from mlx_serve.core import StartError
+from mlx_serve.settings import http
+from mlx_serve.settings.config import from_args
+from mlx_serve.values import StartError
 
 
 def options(line="", **environ):
-    return http_options.options(from_args(line.split(), environ))
+    return http.options(from_args(line.split(), environ))
 
 
 def test_every_limit_has_its_flag():

@@ -8,8 +8,8 @@ from formatkit import model
 
 from mlx_serve.api.messages_schema import CountRequest
 from mlx_serve.api.schema import parse
-from mlx_serve.core import ApiError
 from mlx_serve.text.prompt import chat_prompt
+from mlx_serve.values import ApiError
 
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.123; cc_entrypoint=cli; cch=0aaa9;"}
 TOOLS = [{"name": "Bash", "description": "Run it.", "input_schema": {"type": "object", "properties": {}}}]

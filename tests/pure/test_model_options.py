@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mlx_serve import model_options
-from mlx_serve.config import from_args
-from mlx_serve.core import ApiError, StartError
 from mlx_serve.engine.catalog import NotAModelError
+from mlx_serve.settings import models
+from mlx_serve.settings.config import from_args
+from mlx_serve.values import ApiError, StartError
 
 
 def write_model(path: Path) -> Path:
@@ -46,7 +46,7 @@ def catalog_of(*argv, file=None):
     if file is not None:
         Path("serve.toml").write_text(file)
         argv = ("--config", "serve.toml", *argv)
-    return model_options.catalog(from_args([str(arg) for arg in argv], {}), locate)
+    return models.catalog(from_args([str(arg) for arg in argv], {}), locate)
 
 
 def names_of(catalog):
@@ -166,12 +166,12 @@ def test_an_adapter_has_its_model_s_settings(root):
 
 def test_the_draft_model_is_a_model(root):
     settings = from_args(["--model", "one", "--draft-model", "two"], {})
-    assert model_options.draft_path(settings, locate) == Path("two")
-    assert model_options.draft_path(from_args([], {}), locate) is None
+    assert models.draft_path(settings, locate) == Path("two")
+    assert models.draft_path(from_args([], {}), locate) is None
     with pytest.raises(StartError, match="needs --model"):
-        model_options.draft_path(from_args(["--draft-model", "two"], {}), locate)
+        models.draft_path(from_args(["--draft-model", "two"], {}), locate)
     with pytest.raises(NotAModelError):
-        model_options.draft_path(from_args(["--model", "one", "--draft-model", "lora"], {}), locate)
+        models.draft_path(from_args(["--model", "one", "--draft-model", "lora"], {}), locate)
 
 
 @pytest.mark.parametrize(

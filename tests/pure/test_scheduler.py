@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import pytest
 
-from mlx_serve.core import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels
 from mlx_serve.engine.scheduler import Health, Limits, Scheduler
 from mlx_serve.engine.worker import Worker
+from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 DEADLINE_S = 20
 

@@ -2,10 +2,10 @@
 
 from queue import SimpleQueue
 
-from mlx_serve.core import EngineStats, Job, ModelStats, Prompt, Sampling
 from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.scheduler import Limits, Scheduler
+from mlx_serve.values import EngineStats, Job, ModelStats, Prompt, Sampling
 
 
 class Kept(FakeBackend):

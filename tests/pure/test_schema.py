@@ -16,8 +16,8 @@ from mlx_serve.api.schema import (
     parse,
     read_object,
 )
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Rule
+from mlx_serve.values import ApiError
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

@@ -20,9 +20,9 @@ import pytest
 import yaml
 from docblocks import ROOT, BadPageError, Block, blocks, blocks_of, commands_of
 
-from mlx_serve import config
 from mlx_serve.cli import COMMANDS
-from mlx_serve.flags import option_of
+from mlx_serve.settings import config
+from mlx_serve.settings.flags import option_of
 
 pytestmark = pytest.mark.real
 

@@ -8,12 +8,13 @@ import openai
 import pytest
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_serve import cli, config
+from mlx_serve import cli
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.demo import ensure_demo_model
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
+from mlx_serve.settings import config
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
 

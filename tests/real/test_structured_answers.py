@@ -11,11 +11,12 @@ import pydantic
 import pytest
 
 from benchmarks.structured import random_schema
-from mlx_serve import cli, config
+from mlx_serve import cli
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
+from mlx_serve.settings import config
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
 

@@ -13,10 +13,10 @@ from mlx_serve.api import cost, render, schema
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.responses import asked
 from mlx_serve.api.schema import Defaults
-from mlx_serve.core import ApiError, internal_error
 from mlx_serve.engine import fake_backend
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer, tokens_of
+from mlx_serve.values import ApiError, internal_error
 from mlx_serve.wire.framing import FramingLimits
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -978,7 +978,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
 
 def test_the_best_of_several_are_those_of_the_highest_mean_log_probability():
     from mlx_serve.api.render import Choice, best
-    from mlx_serve.core import TokenLogprob
+    from mlx_serve.values import TokenLogprob
 
     def choice(index, *logprobs):
         return Choice(index, content=[str(index)], logprobs=[TokenLogprob("x", b"x", p) for p in logprobs])

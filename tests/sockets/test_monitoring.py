@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from apikit import ENTRY, events, serving, until
 
-from mlx_serve.core import ApiError, EngineStats, ModelStats
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.fake_backend import FakeBackend
 from mlx_serve.metrics import Metrics
+from mlx_serve.values import ApiError, EngineStats, ModelStats
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
 
@@ -341,7 +341,7 @@ def test_every_metric_is_in_the_manual():
 def test_without_prometheus_client_it_says_what_to_install():
     code = "import sys; sys.modules['prometheus_client'] = None\n"
     code += "from mlx_serve.api.prometheus import respond\n"
-    code += "from mlx_serve.core import ApiError, EngineStats\n"
+    code += "from mlx_serve.values import ApiError, EngineStats\n"
     code += "from mlx_serve.metrics import Metrics\n"
     code += "try:\n    respond(Metrics(), EngineStats(), 'ok')\n"
     code += "except ApiError as error:\n    print(error.status, error.code, error.message)\n"

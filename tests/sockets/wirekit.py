@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import ClassVar
 
-from mlx_serve.core import ApiError, ClientGone, RawRequest, Response
+from mlx_serve.values import ApiError, ClientGone, RawRequest, Response
 from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
 

@@ -18,7 +18,7 @@ from mlx_serve.api.responses.items import Item, Other, Reference, as_list, liste
 from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.api.responses.store import ResponseStore, Turn, conversation
 from mlx_serve.api.schema import read_object, validated
-from mlx_serve.core import ApiError
+from mlx_serve.values import ApiError
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _DEEPER = 100

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_serve.api.responses.items import new_id, seal
 from mlx_serve.api.responses.render import ResponseWriter
-from mlx_serve.core import ApiError, Delta
+from mlx_serve.values import ApiError, Delta
 
 # Of a summary and of the thoughts before it, where the request has no max_output_tokens.
 MAX_TOKENS = 4096

@@ -29,10 +29,10 @@ from mlx_serve.api.serving import (
     make_jobs,
     template_options,
 )
-from mlx_serve.core import ApiError, Prompt, RawRequest, Response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.text.prompt import chat_text
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import ApiError, Prompt, RawRequest, Response
 
 _MAX_PAGE, _PAGE = 100, 20
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from mlx_serve.api.render import chat_logprobs
 from mlx_serve.api.responses.freetext import FreeText
 from mlx_serve.api.responses.items import new_id, seal
-from mlx_serve.core import TokenLogprob
+from mlx_serve.values import TokenLogprob
 
 Event: TypeAlias = dict[str, Any]
 Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]

@@ -21,7 +21,7 @@ from mlx_serve.api.responses.outputs import (
 from mlx_serve.api.responses.schema import ENCRYPTED, ResponseRequest
 from mlx_serve.api.responses.tools import Offer
 from mlx_serve.api.schema import Defaults
-from mlx_serve.core import ApiError, Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
+from mlx_serve.values import ApiError, Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
 
 # Codex takes a stream for dead when no event came for five minutes, and comments are none. While a long prompt is

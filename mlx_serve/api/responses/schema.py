@@ -12,8 +12,8 @@ from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, TopLogprobs
 from mlx_serve.api.responses.items import Items
 from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
 from mlx_serve.api.schema import MAX_TOOLS, Effort, Request, effort_options
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function, Rule
+from mlx_serve.values import ApiError
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"

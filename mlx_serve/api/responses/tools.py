@@ -16,8 +16,8 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
 from mlx_serve.api.fields import Model, Str, fault
 from mlx_serve.api.schema import MAX_TOOLS
-from mlx_serve.core import ApiError
 from mlx_serve.text.grammar import Function, Rule
+from mlx_serve.values import ApiError
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_serve.api.responses import history
-from mlx_serve.core import ApiError, Check, Prompt
 from mlx_serve.text.prompt import ChatText
 from mlx_serve.text.tokenizer import Tokenizer
+from mlx_serve.values import ApiError, Check, Prompt
 
 Messages = Sequence[dict[str, Any]]
 # By how much an estimate that was too low is raised at least.

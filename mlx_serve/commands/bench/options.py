@@ -14,7 +14,7 @@ from typing import Any
 from mlx_serve.client.place import Place, place
 from mlx_serve.commands.bench.ceiling import DEMO
 from mlx_serve.commands.bench.stats import Slo
-from mlx_serve.flags import json_object
+from mlx_serve.settings.flags import json_object
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
 DEFAULT_REQUESTS = 32

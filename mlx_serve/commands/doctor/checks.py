@@ -19,12 +19,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mlx_serve import __version__, http_options
+from mlx_serve import __version__
 from mlx_serve.commands.doctor.finding import Finding
 from mlx_serve.commands.terminal import bytes_text
-from mlx_serve.config import Config
-from mlx_serve.core import ApiError, RawRequest, Response, StartError
 from mlx_serve.paths import expanded
+from mlx_serve.settings import http
+from mlx_serve.settings.config import Config
+from mlx_serve.values import ApiError, RawRequest, Response, StartError
 from mlx_serve.wire.options import Application
 
 # As the server asks for: cli raises its soft limit to the connections and these.
@@ -184,7 +185,7 @@ def address(settings: Config) -> Iterator[Finding]:
         )
         return
     try:
-        http_options.bind(settings, application).close()
+        http.bind(settings, application).close()
     except StartError as error:
         advice = "choose another --port, or end the program that has it: lsof -nP -i :PORT shows it"
         yield Finding(
@@ -192,7 +193,7 @@ def address(settings: Config) -> Iterator[Finding]:
         )
         return
     yield Finding("ok", "address", f"{where} is free")
-    if not http_options.is_loopback(settings) and not http_options.api_keys(settings):
+    if not http.is_loopback(settings) and not http.api_keys(settings):
         text = f"anyone who can reach {settings.host} could use this server"
         yield Finding("note", "address", text, "set --api-key-file")
 

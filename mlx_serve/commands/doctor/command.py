@@ -16,17 +16,19 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
-from mlx_serve import config, demo, model_options
+from mlx_serve import demo
 from mlx_serve.commands import found
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
 from mlx_serve.commands.modelfiles import look_into
 from mlx_serve.commands.terminal import bytes_text
-from mlx_serve.config import Config
-from mlx_serve.core import StartError
 from mlx_serve.engine.catalog import NotAModelError
 from mlx_serve.paths import expanded, is_repository
+from mlx_serve.settings import config
+from mlx_serve.settings import models as model_options
+from mlx_serve.settings.config import Config
+from mlx_serve.values import StartError
 
 # Weights beside which nothing fits: the KV cache and the work space need their part.
 _TIGHT = 0.9

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx_serve
-from mlx_serve import config, http_options
 from mlx_serve.commands.doctor.checks import OTHER_DESCRIPTORS
 from mlx_serve.commands.service import files as service_files
 from mlx_serve.commands.service.files import Service
-from mlx_serve.config import Config
-from mlx_serve.core import StartError
 from mlx_serve.paths import expanded
+from mlx_serve.settings import config, http
+from mlx_serve.settings.config import Config
+from mlx_serve.values import StartError
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}(?<!\.)")
 # Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _warn_of_strangers(flags: Sequence[str]) -> None:
     settings = config.from_args(flags, {})
-    if not http_options.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
+    if not http.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
         text = f"anyone who can reach {settings.host} may use this server: add --api-key-file"
         print(f"mlx-serve install-service: {text}", file=sys.stderr)
 

@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from mlx_serve import __version__
-from mlx_serve.config import Config
-from mlx_serve.core import StartError
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.distributed import Store
 from mlx_serve.engine.follower import Follower
+from mlx_serve.settings.config import Config
+from mlx_serve.values import StartError
 
 if TYPE_CHECKING:
     from mlx_serve.engine.ranks import Ranks

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from mlx_serve import demo
-from mlx_serve.config import Config
-from mlx_serve.config_file import ModelSpec
-from mlx_serve.core import ApiError, Progress, StartError
 from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
-from mlx_serve.flags import did_you_mean
 from mlx_serve.paths import expanded
+from mlx_serve.settings.config import Config
+from mlx_serve.settings.file import ModelSpec
+from mlx_serve.settings.flags import did_you_mean
+from mlx_serve.values import ApiError, Progress, StartError
 
 # From what --model takes to a directory.
 Locate = Callable[[str], Path]

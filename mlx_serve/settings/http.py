@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal, cast
 
 from mlx_serve.api import page
-from mlx_serve.config import Config
-from mlx_serve.core import StartError
 from mlx_serve.paths import expanded
+from mlx_serve.settings.config import Config
+from mlx_serve.values import StartError
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.log import RequestLog

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mlx_serve.core import StartError
-from mlx_serve.flags import Flag, did_you_mean, file_path, flag, flags_of, penalty, template_arguments
+from mlx_serve.settings.flags import Flag, did_you_mean, file_path, flag, flags_of, penalty, template_arguments
+from mlx_serve.values import StartError
 
 _MODEL, _SAMPLING = "model", "sampling defaults"
 

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve import __version__, config_file
-from mlx_serve.config_file import ModelSpec
-from mlx_serve.core import StartError
-from mlx_serve.flags import (
+from mlx_serve import __version__
+from mlx_serve.paths import expanded
+from mlx_serve.settings import file as config_file
+from mlx_serve.settings.file import ModelSpec
+from mlx_serve.settings.flags import (
     Flag,
     comma_list,
     did_you_mean,
@@ -30,7 +31,7 @@ from mlx_serve.flags import (
     size,
     template_arguments,
 )
-from mlx_serve.paths import expanded
+from mlx_serve.values import StartError
 
 _MODEL, _MEMORY, _SAMPLING, _BATCH = "model", "memory", "sampling defaults", "batching and caches"
 _HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "logging"
