@@ -25,8 +25,8 @@ from mlx_serve.engine.fake_backend import VOCAB_SIZE, FakeBackend, FakeModels
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.values import Job
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 # No end token is among these bytes.
 _TEXT = b"the quick brown fox jumps over the lazy dog, and "

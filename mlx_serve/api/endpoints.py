@@ -33,7 +33,7 @@ from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage
 from mlx_serve.wire import sse
-from mlx_serve.wire.log import RequestLog
+from mlx_serve.wire.request_log import RequestLog
 
 
 class Api:

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_serve.metrics import ErrorEntry, Histogram, Metrics, Trace
 from mlx_serve.values import EngineStats
-from mlx_serve.wire.log import RequestLog
+from mlx_serve.wire.request_log import RequestLog
 
 # Requests listed one by one; the number of all is beside them.
 MAX_LISTED = 100

@@ -15,9 +15,9 @@ from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.log import RequestLog
-from mlx_serve.wire.options import Application, ServerOptions
+from mlx_serve.wire.request_log import RequestLog
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import Application, ServerOptions
 
 # Open without a key, and while the server drains.
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/v1/ready"})

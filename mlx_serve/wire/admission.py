@@ -10,7 +10,7 @@ import re
 from mlx_serve.values import ApiError, Response
 from mlx_serve.wire import access
 from mlx_serve.wire.framing import Head, Refusal
-from mlx_serve.wire.options import Application
+from mlx_serve.wire.server_options import Application
 
 # Case-sensitive (RFC 9110 9.1). Not TRACE: it would send a proxy's added fields, keys too, back to a page.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -25,10 +25,10 @@ from socketserver import BaseServer
 
 from mlx_serve.values import ClientGone
 from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.connections import Roster
 from mlx_serve.wire.exchange import Exchange, Setting
 from mlx_serve.wire.framing import Head, Refusal
-from mlx_serve.wire.intake import receive_head
-from mlx_serve.wire.roster import Roster
+from mlx_serve.wire.request_reader import receive_head
 
 _log = logging.getLogger("mlx_serve.wire")
 

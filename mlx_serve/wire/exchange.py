@@ -28,12 +28,12 @@ from mlx_serve.wire.admission import admit, check_expectation, length_is_missing
 from mlx_serve.wire.body import body_decoder
 from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.channel import Channel
+from mlx_serve.wire.connections import State
 from mlx_serve.wire.framing import Head, Refusal
-from mlx_serve.wire.intake import receive_body
-from mlx_serve.wire.log import RequestLog, log_request
-from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Fields, Manner, Reply
-from mlx_serve.wire.roster import State
+from mlx_serve.wire.request_log import RequestLog, log_request
+from mlx_serve.wire.request_reader import receive_body
+from mlx_serve.wire.server_options import Application, ServerOptions
 
 # Kept: the next byte begins a request. Gone: there is nobody to be polite to.
 Ending: TypeAlias = Literal["kept", "closed", "gone"]

@@ -23,8 +23,8 @@ from typing import Any
 from mlx_serve.wire import sockets
 from mlx_serve.wire.channel import Channel, hang_up
 from mlx_serve.wire.connection import Connection
+from mlx_serve.wire.connections import Roster
 from mlx_serve.wire.exchange import Setting
-from mlx_serve.wire.roster import Roster
 
 _log = logging.getLogger("mlx_serve.wire")
 

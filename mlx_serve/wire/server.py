@@ -13,12 +13,12 @@ import logging
 
 from mlx_serve.wire.admission import unavailable
 from mlx_serve.wire.body_budget import BodyBudget
+from mlx_serve.wire.connections import Roster
 from mlx_serve.wire.exchange import Setting, new_request_id, own_fields
 from mlx_serve.wire.listener import Listener
-from mlx_serve.wire.log import RequestLog
-from mlx_serve.wire.options import Application, ServerOptions
 from mlx_serve.wire.reply import Manner, whole
-from mlx_serve.wire.roster import Roster
+from mlx_serve.wire.request_log import RequestLog
+from mlx_serve.wire.server_options import Application, ServerOptions
 
 _log = logging.getLogger("mlx_serve.wire")
 

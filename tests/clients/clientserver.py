@@ -28,8 +28,8 @@ from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.values import ApiError, Job, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 

@@ -14,8 +14,8 @@ from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.settings import config
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 DEADLINE_S = 60
 TEXT = {"model": "default_model", "prompt": "Once upon a time", "max_tokens": 10}

@@ -21,8 +21,8 @@ from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 # Of no bounded length: an endless answer ends only by being let go.
 ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=None, vocab_size=262)

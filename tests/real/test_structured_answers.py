@@ -17,8 +17,8 @@ from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
 from mlx_serve.settings import config
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 pytestmark = pytest.mark.real
 pytest.importorskip("llguidance")

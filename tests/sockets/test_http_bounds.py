@@ -13,8 +13,8 @@ import pytest
 
 from mlx_serve.wire import channel
 from mlx_serve.wire.access import AccessPolicy
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 from tests.sockets.wirekit import Client, FakeApp, Running, chunked, eventually, get, post, post_head, serving
 
 # A client that is gone
@@ -282,8 +282,8 @@ def test_a_crowd_that_is_turned_away_leaves_no_descriptors() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever makes the server wait can be evicted at once."""
-    monkeypatch.setattr("mlx_serve.wire.roster._MIN_WAIT_S", 0.0)
-    monkeypatch.setattr("mlx_serve.wire.roster._MIN_WRITE_S", 0.0)
+    monkeypatch.setattr("mlx_serve.wire.connections._MIN_WAIT_S", 0.0)
+    monkeypatch.setattr("mlx_serve.wire.connections._MIN_WRITE_S", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -369,7 +369,7 @@ def test_a_connection_that_just_came_does_not() -> None:
 FEW_DESCRIPTORS = """
 import logging, resource
 from mlx_serve.wire import roster
-from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server_options import ServerOptions
 from mlx_serve.wire.server import Server
 from tests.sockets.wirekit import FakeApp
 resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))

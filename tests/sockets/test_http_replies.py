@@ -10,7 +10,7 @@ import pytest
 
 from mlx_serve.values import RawRequest, Response, internal_error
 from mlx_serve.wire.access import AccessPolicy
-from mlx_serve.wire.log import RequestLog, as_json, as_text
+from mlx_serve.wire.request_log import RequestLog, as_json, as_text
 from tests.sockets.wirekit import HOST, Client, FakeApp, eventually, get, post, post_head, serving
 
 

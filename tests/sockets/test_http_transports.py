@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 from tests.sockets.wirekit import Client, FakeApp, Running, get, post, post_head, serving
 
 

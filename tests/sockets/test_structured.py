@@ -18,8 +18,8 @@ from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.scheduler import Limits, Scheduler
 from mlx_serve.engine.worker import Worker
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 pytest.importorskip("llguidance")
 

@@ -12,8 +12,8 @@ from queue import SimpleQueue
 from typing import ClassVar
 
 from mlx_serve.values import ApiError, ClientGone, RawRequest, Response
-from mlx_serve.wire.options import ServerOptions
 from mlx_serve.wire.server import Server
+from mlx_serve.wire.server_options import ServerOptions
 
 PATIENCE_S = 10.0
 HOST = b"Host: localhost\r\n"

@@ -26,7 +26,7 @@ from mlx_serve.paths import expanded
 from mlx_serve.settings import http
 from mlx_serve.settings.config import Config
 from mlx_serve.values import ApiError, RawRequest, Response, StartError
-from mlx_serve.wire.options import Application
+from mlx_serve.wire.server_options import Application
 
 # As the server asks for: cli raises its soft limit to the connections and these.
 OTHER_DESCRIPTORS = 256

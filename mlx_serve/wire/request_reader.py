@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mlx_serve.wire.body import BodyDecoder
 from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.framing import FramingLimits, Head, HeadReader, Refusal
-from mlx_serve.wire.options import ServerOptions
+from mlx_serve.wire.server_options import ServerOptions
 
 
 def receive_head(channel: Channel, limits: FramingLimits, raw: bytes, deadline: float) -> Head | Refusal | None:

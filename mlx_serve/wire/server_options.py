@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from mlx_serve.values import ApiError, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.log import RequestLog
+from mlx_serve.wire.request_log import RequestLog
 
 
 class Application(Protocol):
