@@ -19,9 +19,9 @@ from mlx_serve.engine.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
-from mlx_serve.text.pieces import Piece, Splitter, Symbols
+from mlx_serve.text.splitter import Layout, RegionSplitter
 from mlx_serve.text.stops import StopCutter
-from mlx_serve.text.stream import Layout, RegionSplitter
+from mlx_serve.text.symbols import Piece, Splitter, Symbols
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import (
     Beat,

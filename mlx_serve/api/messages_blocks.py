@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_serve.api.fields import Model, Object, Str, omitted, refuse
-from mlx_serve.text.turn_forms import reminder
+from mlx_serve.text.templates.turn_forms import reminder
 
 MAX_BLOCKS = 16_384
 # Claude Code's first system block is a line for Anthropic's accounts. It differs from request to request, so that no

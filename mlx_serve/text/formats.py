@@ -12,8 +12,8 @@ from mlx_serve.text.calls import harmony
 from mlx_serve.text.calls.descriptions import CallFormat, Offer
 from mlx_serve.text.calls.forced import ForcedCall
 from mlx_serve.text.calls.registry import HERMES, call_format, new_bare_reader, new_reader
-from mlx_serve.text.pieces import Region, Splitter, Symbols
-from mlx_serve.text.stream import Calls, Layout, RegionSplitter
+from mlx_serve.text.splitter import Calls, Layout, RegionSplitter
+from mlx_serve.text.symbols import Region, Splitter, Symbols
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import TAG, Gate
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_serve.text.formats import Formats, formats
-from mlx_serve.text.rendering import guard_of, plain_turns, rendered
+from mlx_serve.text.templates.rendering import guard_of, plain_turns, rendered
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError, Check, Prompt, unchecked
 

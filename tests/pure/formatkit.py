@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from mlx_serve.engine.fake_backend import CONTROL, FakeTokenizer
 from mlx_serve.text.formats import formats
-from mlx_serve.text.pieces import is_symbol
+from mlx_serve.text.symbols import is_symbol
 
 _FIRST_CONTROL = 300
 

@@ -10,7 +10,7 @@ from formatkit import TOOLS, model
 
 from mlx_serve.engine.fake_backend import FakeTokenizer
 from mlx_serve.text.prompt import chat_prompt
-from mlx_serve.text.template_probe import plan
+from mlx_serve.text.templates.probe import plan
 from mlx_serve.values import ApiError
 from tests.pure.test_prompt import REMINDER, assistant, calling, system, user
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from mlx_serve.engine.fake_backend import FakeTokenizer, parse_words
 from mlx_serve.text.calls.readers import Frame, WholeCalls
-from mlx_serve.text.pieces import Piece, Symbols, is_symbol
+from mlx_serve.text.splitter import Calls, Layout, RegionSplitter, held_back
 from mlx_serve.text.stops import StopCutter, StopSearch
-from mlx_serve.text.stream import Calls, Layout, RegionSplitter, held_back
+from mlx_serve.text.symbols import Piece, Symbols, is_symbol
 
 CONTROLS = {1: "<think>", 2: "</think>", 3: "<tool_call>", 4: "</tool_call>", 5: "<|open|>", 6: "<|sep|>", 7: "<eos>"}
 THINK = ("<think>", "</think>")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mlx_serve.text.calls.json_reader import JsonCalls
 from mlx_serve.text.calls.readers import Frame
-from mlx_serve.text.pieces import Piece, Region, Splitter, joined
+from mlx_serve.text.symbols import Piece, Region, Splitter, joined
 
 
 class ForcedCall:

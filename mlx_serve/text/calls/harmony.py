@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection
 
 from mlx_serve.text.calls.readers import NamedCall
-from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
+from mlx_serve.text.symbols import Piece, Region, Symbols, is_symbol, joined
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

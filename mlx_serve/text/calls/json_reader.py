@@ -11,7 +11,7 @@ import re
 
 from mlx_serve.text.calls.literals import Value
 from mlx_serve.text.calls.readers import CallReader, Frame
-from mlx_serve.text.pieces import Piece
+from mlx_serve.text.symbols import Piece
 
 _KEY = re.compile(r"""\s*(?P<quote>["'])(?P<key>[^"'\\]{0,128})(?P=quote)\s*:\s*(?=\S)""")
 _KEY_BEGUN = re.compile(r"""\s*(?:["'](?:[^"'\\]{0,128}(?:["']\s*(?::\s*)?)?)?)?""")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from mlx_serve.text.calls.literals import Value
 from mlx_serve.text.calls.shapes import Shape, shape
-from mlx_serve.text.pieces import Piece
+from mlx_serve.text.symbols import Piece
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 

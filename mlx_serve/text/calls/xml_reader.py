@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from mlx_serve.text.calls.readers import CallReader, Frame, any_of, overlap
 from mlx_serve.text.calls.shapes import shape
 from mlx_serve.text.calls.values import Conversion, Schema, quoted
-from mlx_serve.text.pieces import Piece
+from mlx_serve.text.symbols import Piece
 
 _TYPE = re.compile(r"""\b(?:string|type)\s*=\s*["'](\w+)["']""")
 _CDATA = ("<![CDATA[", "]]>")

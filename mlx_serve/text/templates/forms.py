@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from mlx_serve.text import call_forms as calls
-from mlx_serve.text import turn_forms as turns
-from mlx_serve.text.call_forms import Message
+from mlx_serve.text.templates import call_forms as calls
+from mlx_serve.text.templates import turn_forms as turns
+from mlx_serve.text.templates.call_forms import Message
 
 Step: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 

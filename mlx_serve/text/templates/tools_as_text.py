@@ -9,8 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_serve.text.call_forms import Message
 from mlx_serve.text.calls.descriptions import CallFormat
+from mlx_serve.text.templates.call_forms import Message
 
 
 def with_definitions(messages: Sequence[Message], tools: Sequence[Any], form: CallFormat) -> list[Message]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mlx_serve.text.call_forms import Arguments, Message
+from mlx_serve.text.templates.call_forms import Arguments, Message
 
 _WORD = re.compile("zq[a-z]+zq")
 

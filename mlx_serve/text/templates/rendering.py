@@ -11,15 +11,15 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from mlx_serve.text import forms
-from mlx_serve.text.call_forms import Arguments, Message
 from mlx_serve.text.formats import Formats
 from mlx_serve.text.formats import formats as formats_of
-from mlx_serve.text.forms import Step
 from mlx_serve.text.guard import Guard
-from mlx_serve.text.template_probe import STRICTER, TOOL_FORMS, plan
+from mlx_serve.text.templates import forms
+from mlx_serve.text.templates.call_forms import Arguments, Message
+from mlx_serve.text.templates.forms import Step
+from mlx_serve.text.templates.probe import STRICTER, TOOL_FORMS, plan
+from mlx_serve.text.templates.tools_as_text import with_definitions
 from mlx_serve.text.tokenizer import Tokenizer
-from mlx_serve.text.toolprompt import with_definitions
 from mlx_serve.values import ApiError
 
 _MAX_KEPT = 32

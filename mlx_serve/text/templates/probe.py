@@ -12,12 +12,12 @@ from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, Literal, TypeAlias
 
-from mlx_serve.text import call_forms as calls
-from mlx_serve.text import forms
-from mlx_serve.text import turn_forms as turns
-from mlx_serve.text.call_forms import Message
-from mlx_serve.text.forms import Step
-from mlx_serve.text.probe_words import assistant, cut_call, n_lost, result, sparse_tools, system, tool, user
+from mlx_serve.text.templates import call_forms as calls
+from mlx_serve.text.templates import forms
+from mlx_serve.text.templates import turn_forms as turns
+from mlx_serve.text.templates.call_forms import Message
+from mlx_serve.text.templates.forms import Step
+from mlx_serve.text.templates.probe_words import assistant, cut_call, n_lost, result, sparse_tools, system, tool, user
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError
 

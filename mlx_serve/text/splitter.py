@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mlx_serve.text.calls.readers import Reader
-from mlx_serve.text.pieces import Piece, Region, Symbols, is_symbol, joined
+from mlx_serve.text.symbols import Piece, Region, Symbols, is_symbol, joined
 
 # A control token's character, or the text up to the next one.
 _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")

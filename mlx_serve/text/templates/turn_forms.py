@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 
-from mlx_serve.text.call_forms import Message
+from mlx_serve.text.templates.call_forms import Message
 
 # System messages
 
