@@ -32,10 +32,10 @@ from mlx_serve.api.serving import Grammars, Services, Tokenizers
 from mlx_serve.engine import backend
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit
-from mlx_serve.engine.leader import Leader
 from mlx_serve.engine.memory import MemoryBudget
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Peers, Worker
+from mlx_serve.engine.ranks.leader import Leader
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Peers, Worker
 from mlx_serve.settings import config, http
 from mlx_serve.settings import models as model_options
 from mlx_serve.settings import ranks as ranked
@@ -45,9 +45,9 @@ from mlx_serve.values import ApiError, StartError
 from mlx_serve.wire.server import Server
 
 if TYPE_CHECKING:
-    from mlx_serve.engine.disk_cache import DiskCache
-    from mlx_serve.engine.models import ModelStore
-    from mlx_serve.engine.ranks import Ranks
+    from mlx_serve.engine.cache.disk import DiskCache
+    from mlx_serve.engine.models.store import ModelStore
+    from mlx_serve.engine.ranks.group import Ranks
 
 log = logging.getLogger("mlx_serve")
 
@@ -153,11 +153,11 @@ def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, rank
 
 def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, ModelStore]:
     """The catalog and the store of MLX models that the flags describe. Raises StartError."""
+    from mlx_serve.engine.generate.batch import BatchOptions
+    from mlx_serve.engine.generate.single import SingleOptions
     from mlx_serve.engine.load_errors import LoadError
-    from mlx_serve.engine.mlx_backend import BatchOptions
-    from mlx_serve.engine.models import ModelStore, device_bytes, locate
-    from mlx_serve.engine.sharding import Sharding
-    from mlx_serve.engine.single_backend import SingleOptions
+    from mlx_serve.engine.models.sharding import Sharding
+    from mlx_serve.engine.models.store import ModelStore, device_bytes, locate
 
     report = progress.printed(sys.stderr) if sys.stderr.isatty() else progress.logged(log)
     # On a terminal the hub draws bars of its own.
@@ -197,7 +197,7 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
 
 
 def _disk_cache(settings: Config) -> DiskCache | None:
-    from mlx_serve.engine.disk_cache import DiskCache
+    from mlx_serve.engine.cache.disk import DiskCache
 
     if settings.prompt_cache_dir is None:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_serve import blas
 from mlx_serve.engine.errors import is_fault
-from mlx_serve.engine.model_dir import check_files, read_object
+from mlx_serve.engine.model_directory import check_files, read_object
 
 
 def main(argv: list[str]) -> int:
@@ -102,7 +102,7 @@ def _caches_fault(wanted: argparse.Namespace) -> str:
         return ""
     from mlx_lm.utils import load_model
 
-    from mlx_serve.engine.trial import refusal
+    from mlx_serve.engine.generate.trial import refusal
 
     try:
         models = [

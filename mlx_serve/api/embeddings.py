@@ -22,7 +22,7 @@ from mlx_serve.api.render import dumps
 from mlx_serve.api.schema import parse
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.metrics import Trace
 from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer

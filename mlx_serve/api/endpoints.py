@@ -28,7 +28,7 @@ from mlx_serve.api.serving import (
     request_prompt,
 )
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.text.prompt import text_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError, Finish, Gate, Prompt, RawRequest, Response, Usage

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any, Literal
 
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats

@@ -29,7 +29,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mlx_serve.engine.grammars import Tokens, compile_matcher
+from mlx_serve.engine.generate.grammars import Tokens, compile_matcher
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.text.grammar_task import compile_task
 from mlx_serve.values import ApiError

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from mlx_serve.api.grammar_child import TASK, VOCABULARY, Limits, send
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.grammars import Tokens
+from mlx_serve.engine.generate.grammars import Tokens
 from mlx_serve.text.grammar import Function, Rule, check_installed, refused
 from mlx_serve.text.grammar_task import task_param, task_text
 from mlx_serve.values import ApiError, ClientGone, Grammar, internal_error

@@ -18,7 +18,7 @@ from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.api.scope import prefix_scope
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Function, Rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_serve.api import prometheus, stats
 from mlx_serve.api.serving import Services, json_response
-from mlx_serve.engine.scheduler import Health
+from mlx_serve.engine.schedule.scheduler import Health
 from mlx_serve.values import RawRequest, Response
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 
-from mlx_serve.commands.modelfiles import ModelFiles, look_into
+from mlx_serve.engine.model_files import ModelFiles, look_into
 from mlx_serve.paths import expanded
 from mlx_serve.settings.config import Config
 

@@ -19,7 +19,7 @@ from huggingface_hub import scan_cache_dir, snapshot_download
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve.engine.architectures import architecture_fault
-from mlx_serve.engine.model_dir import read_object
+from mlx_serve.engine.model_directory import read_object
 from mlx_serve.values import ApiError
 
 # mlx_lm.server's name for "the model of the command line".

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from mlx_serve import __version__
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.distributed import Store
-from mlx_serve.engine.follower import Follower
+from mlx_serve.engine.ranks.follower import Follower
+from mlx_serve.engine.ranks.protocol import Store
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 
 if TYPE_CHECKING:
-    from mlx_serve.engine.ranks import Ranks
+    from mlx_serve.engine.ranks.group import Ranks
 
 log = logging.getLogger("mlx_serve")
 
@@ -31,7 +31,7 @@ _SETTINGS = (
 
 def join() -> Ranks | None:
     """The ranks, once all are connected; None: this process is alone. Raises StartError."""
-    from mlx_serve.engine import ranks
+    from mlx_serve.engine.ranks import group as ranks
 
     try:
         return ranks.join()
@@ -73,7 +73,7 @@ def greet(ranks: Ranks, settings: Config, device_bytes: int) -> int:
 
 def watch(ranks: Ranks, timeout_s: float) -> None:
     """End this process when the ranks have not met for ``timeout_s`` seconds; 0: never."""
-    from mlx_serve.engine.ranks import watch
+    from mlx_serve.engine.ranks.group import watch
 
     def end() -> None:
         log.critical("the ranks have not met for %g s (--rank-timeout): one of them hangs; ending", timeout_s)

@@ -1,4 +1,4 @@
-"""What the text and api layers need of a tokenizer. Implemented over mlx-lm's in ``engine/mlx_tokenizer.py``."""
+"""What the text and api layers need of a tokenizer. Implemented over mlx-lm's in ``engine/models/tokenizer.py``."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ from mlx_serve.api.errors import is_anthropic
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.testing import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, Job, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.server import Server

@@ -21,7 +21,7 @@ from clientserver import (
 )
 from pydantic import BaseModel
 
-from mlx_serve.engine.fake_backend import vector_of
+from mlx_serve.testing import vector_of
 
 openai = pytest.importorskip("openai", reason=f"openai is {EXTRA}")
 

@@ -21,7 +21,7 @@ from mlx_lm import tokenizer_utils
 from tinymodel import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
+from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
 

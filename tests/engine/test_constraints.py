@@ -9,9 +9,9 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from mlx_serve.engine import constraints, grammars
-from mlx_serve.engine.constraints import Constraint
-from mlx_serve.engine.grammars import Vocabulary
+from mlx_serve.engine.generate import constraints, grammars
+from mlx_serve.engine.generate.constraints import Constraint
+from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Gate, Grammar, Sampling
 

@@ -22,10 +22,11 @@ from mlx_lm.models.cache import (
 )
 from tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 
-from mlx_serve.engine import cache_file, cache_state
-from mlx_serve.engine.cache_file import DamagedFileError, Header
-from mlx_serve.engine.disk_cache import DiskCache, model_identity
-from mlx_serve.engine.prefix_cache import PrefixCache, as_ids
+from mlx_serve.engine.cache import file
+from mlx_serve.engine.cache import state as cache_state
+from mlx_serve.engine.cache.disk import DiskCache, model_identity
+from mlx_serve.engine.cache.file import DamagedFileError, Header
+from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
 
 LONG_S = 60
 PROMPT = list(range(100, 140))
@@ -418,7 +419,7 @@ def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monke
 
 
 def test_a_layout_over_the_limit_of_headers_is_not_kept(open_disk, monkeypatch, caplog):
-    monkeypatch.setattr(cache_file, "_MAX_HEADER_BYTES", 100)
+    monkeypatch.setattr(file, "_MAX_HEADER_BYTES", 100)
     disk = open_disk()
     disk.tier("m").save([1, 2], "", [CACHES["kv"]()])
     assert disk.flush(LONG_S)
@@ -493,10 +494,10 @@ def test_a_kind_that_is_not_known_is_said_once_and_not_kept(open_disk, caplog, m
 )
 def test_a_layout_that_we_did_not_write_is_a_damaged_file(tmp_path, node):
     path = tmp_path / "x.kv"
-    head = cache_file.head(Header("m", b"", True, [node], 4))
-    assert cache_file.write(path, head, [b"abcd"], lambda: True)
+    head = file.head(Header("m", b"", True, [node], 4))
+    assert file.write(path, head, [b"abcd"], lambda: True)
     with pytest.raises(DamagedFileError):
-        cache_file.read(path, lambda header, take: cache_state.put_together(header.layout, take))
+        file.read(path, lambda header, take: cache_state.put_together(header.layout, take))
 
 
 def test_what_makes_a_model_another_one(tmp_path):
@@ -541,7 +542,7 @@ def test_a_model_that_was_moved_is_the_same(tmp_path):
 def test_the_version_of_mlx_lm_is_part_of_it(tmp_path, monkeypatch):
     path = write_model(tmp_path / "m")
     before = model_identity(path)
-    monkeypatch.setattr("mlx_serve.engine.disk_cache.version", lambda name: "0.0")
+    monkeypatch.setattr("mlx_serve.engine.cache.disk.version", lambda name: "0.0")
     assert model_identity(path) != before
 
 

@@ -9,8 +9,8 @@ import pytest
 from tinymodel import mlx_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from mlx_serve.engine import encoding
-from mlx_serve.engine.encoding import Cuts, Encoder, FairLock
+from mlx_serve.engine.models import encoding
+from mlx_serve.engine.models.encoding import Cuts, Encoder, FairLock
 from mlx_serve.values import GUARD, ApiError
 
 DEADLINE_S = 20

@@ -7,15 +7,15 @@ import mlx.core as mx
 import pytest
 from tinymodel import loaded, tiny_llama, tokens_of, write_model
 
-from mlx_serve.engine import choice
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import FakeModels
+from mlx_serve.engine.generate import token_choice
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.memory import MemoryBudget
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.models import ModelStore
-from mlx_serve.engine.scheduler import Scheduler
-from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.models.store import ModelStore
+from mlx_serve.engine.schedule.scheduler import Scheduler
+from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.testing import FakeModels
 from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 PROMPT = list(range(20, 60))
@@ -146,12 +146,12 @@ PanicException = type("PanicException", (BaseException,), {})
 
 @pytest.mark.parametrize("fault", [IndexError("a processor's own fault"), PanicException("a library's")])
 def test_a_logits_processor_that_raises_fails_its_own_job(running, monkeypatch, fault):
-    make = choice.make_processors
+    make = token_choice.make_processors
 
     def raising(context, logits):
         raise fault
 
-    monkeypatch.setattr(choice, "make_processors", lambda s, *rest: [raising] if s.seed == 13 else make(s, *rest))
+    monkeypatch.setattr(token_choice, "make_processors", lambda s, *rest: [raising] if s.seed == 13 else make(s, *rest))
     model = tiny_llama()
     scheduler = running(FakeModels(lambda _: BatchBackend(loaded(model), BatchOptions())))
     good, bad = job(PROMPT, 30), job(PROMPT, 30, seed=13)
@@ -213,7 +213,7 @@ def test_a_model_larger_than_the_budget_is_refused_and_nothing_is_unloaded(runni
 
 
 def test_a_batch_within_its_budget_is_admitted_as_memory_allows(running):
-    from mlx_serve.engine.kv_size import measure
+    from mlx_serve.engine.cache.size import measure
 
     model = tiny_llama()
     size = measure([model])

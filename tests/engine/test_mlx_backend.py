@@ -15,12 +15,12 @@ from mlx_lm.utils import load_tokenizer
 from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 from benchmarks.structured import random_schema
-from mlx_serve.engine import constraints
-from mlx_serve.engine.grammars import Vocabulary
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
-from mlx_serve.engine.sampling import make_processors
-from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.engine.generate import constraints
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.sampling import make_processors
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Failed, Gate, Grammar, Job, Prompt, Sampling, Started, TokenEvent
 
@@ -498,7 +498,7 @@ def test_penalties_look_at_the_output_alone(sampling, want):
 
 
 def test_xtc_drops_all_tokens_over_the_threshold_but_the_least_likely():
-    from mlx_serve.engine.sampling import make_sampler
+    from mlx_serve.engine.generate.sampling import make_sampler
 
     probs = mx.array([[0.4, 0.3, 0.2, 0.1]])
     always = Sampling(1, temperature=1.0, xtc_probability=1.0, xtc_threshold=0.15)

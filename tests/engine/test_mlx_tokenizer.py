@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from tinymodel import byte_tokenizer, mlx_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from mlx_serve.engine.constraints import Constraint
-from mlx_serve.engine.grammars import Vocabulary
+from mlx_serve.engine.generate.constraints import Constraint
+from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Rule, compile_rule

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.load_errors import LoadError, loading
 from mlx_serve.engine.memory import MemoryBudget
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.models import ModelStore, locate
-from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.models.store import ModelStore, locate
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
 
 DEADLINE_S = 60
@@ -295,7 +295,7 @@ def test_a_draft_model_drafts_for_the_default_model_alone(root):
 
 
 def test_loading_tells_how_much_is_read_of_the_model_and_its_draft(root, monkeypatch):
-    monkeypatch.setattr("mlx_serve.engine.weights._SLICE_BYTES", 1000)
+    monkeypatch.setattr("mlx_serve.engine.models.weights._SLICE_BYTES", 1000)
     reports = []
     opened(with_draft(root, progress=lambda *step: reports.append(step)), "main")
     sizes = [n_read for _, n_read, _ in reports]

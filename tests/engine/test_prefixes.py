@@ -10,12 +10,12 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
-from mlx_serve.engine.cache_kinds import cut_back
-from mlx_serve.engine.kv_size import measure
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.prefill_budget import StepPlan
-from mlx_serve.engine.prefix_cache import Found, PrefixCache, as_ids, common
-from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
+from mlx_serve.engine.cache.kinds import cut_back
+from mlx_serve.engine.cache.prefixes import Found, PrefixCache, as_ids, common
+from mlx_serve.engine.cache.size import measure
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.prefill_budget import StepPlan
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
 
 GAP_S = 0.2
@@ -395,7 +395,7 @@ class Layer:
 @pytest.fixture
 def layer(monkeypatch):
     """The prefix cache by itself, on layers that only count."""
-    monkeypatch.setattr("mlx_serve.engine.prefix_cache.can_trim", lambda cache: all(c.trims for c in cache))
+    monkeypatch.setattr("mlx_serve.engine.cache.prefixes.can_trim", lambda cache: all(c.trims for c in cache))
     return lambda n_bytes=10, trims=True: [Layer(n_bytes, trims)]
 
 

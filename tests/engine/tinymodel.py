@@ -11,9 +11,9 @@ from mlx_lm.models import gemma3_text, lfm2, llama, qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_serve.engine.choice import Loaded
-from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
-from mlx_serve.engine.prefix_cache import PrefixCache
+from mlx_serve.engine.cache.prefixes import PrefixCache
+from mlx_serve.engine.generate.token_choice import Loaded
+from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.values import Failed, Job, TokenEvent
 
 VOCAB_SIZE = 260

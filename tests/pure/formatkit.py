@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 
-from mlx_serve.engine.fake_backend import CONTROL, FakeTokenizer
+from mlx_serve.testing import CONTROL, FakeTokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.symbols import is_symbol
 

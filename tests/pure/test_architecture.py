@@ -29,26 +29,27 @@ MAY_IMPORT = {
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
     "client": {"client"},
+    "testing": SHARED | {"engine"},
 }
 MAY_IMPORT_MLX = {
-    "engine/mlx_backend.py",
-    "engine/prefill.py",
-    "engine/sampling.py",
-    "engine/choice.py",
-    "engine/kv_size.py",
-    "engine/prefix_cache.py",
-    "engine/scoring.py",
-    "engine/embedding.py",
-    "engine/single_backend.py",
-    "engine/cache_kinds.py",
-    "engine/cache_state.py",
-    "engine/disk_cache.py",
-    "engine/models.py",
+    "engine/generate/batch.py",
+    "engine/generate/prefill.py",
+    "engine/generate/sampling.py",
+    "engine/generate/token_choice.py",
+    "engine/cache/size.py",
+    "engine/cache/prefixes.py",
+    "engine/generate/scoring.py",
+    "engine/generate/embedding.py",
+    "engine/generate/single.py",
+    "engine/cache/kinds.py",
+    "engine/cache/state.py",
+    "engine/cache/disk.py",
+    "engine/models/store.py",
     "commands/bench/offline.py",
     "probe.py",
-    "engine/ranks.py",
-    "engine/trial.py",
-    "engine/weights.py",
+    "engine/ranks/group.py",
+    "engine/generate/trial.py",
+    "engine/models/weights.py",
     "demo.py",
     "gguf.py",
 }
@@ -76,7 +77,7 @@ def test_an_import_across_layers_is_found():
     assert imports(PACKAGE / "cli.py") >= {
         "mlx_serve.settings.config",
         "mlx_serve.values.ApiError",
-        "mlx_serve.engine.models.locate",
+        "mlx_serve.engine.models.store.locate",
     }
 
 
@@ -97,7 +98,7 @@ def test_the_page_on_the_architecture_names_modules_that_are_there():
 
 def test_everything_else_imports_with_mlx_absent():
     code = "import sys; sys.modules['mlx'] = sys.modules['mlx_lm'] = None\n"
-    code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.worker, mlx_serve.engine.fake_backend\n"
-    code += "import mlx_serve.engine.cache_store\n"
+    code += "import mlx_serve.cli, mlx_serve.api.endpoints, mlx_serve.engine.schedule.worker, mlx_serve.testing\n"
+    code += "import mlx_serve.engine.cache.store\n"
     code += "import mlx_serve.commands.bench.command\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

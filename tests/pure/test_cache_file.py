@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.engine import cache_file
-from mlx_serve.engine.cache_file import DamagedFileError, Header, head, read, read_header, to_key, write
+from mlx_serve.engine.cache import file as cache_file
+from mlx_serve.engine.cache.file import DamagedFileError, Header, head, read, read_header, to_key, write
 
 ARRAYS = [b"abc" * 50, b"", b"\0\1\2\3"]
 HEADER = Header("a model", to_key([1, 2, 70000]), True, [{"value": None}], sum(map(len, ARRAYS)))

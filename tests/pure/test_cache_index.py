@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.engine.cache_file import to_key
-from mlx_serve.engine.cache_index import CacheIndex, Entry, SortedKeys, common_tokens
+from mlx_serve.engine.cache.file import to_key
+from mlx_serve.engine.cache.index import CacheIndex, Entry, SortedKeys, common_tokens
 
 # Few values and short lists, so that prefixes are shared.
 prompts = st.lists(st.sampled_from([0, 1, 255, 256]), max_size=6).map(to_key)

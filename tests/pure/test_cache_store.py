@@ -11,9 +11,9 @@ from threading import Event
 
 import pytest
 
-from mlx_serve.engine import cache_file
-from mlx_serve.engine.cache_file import Header, file_size, head, to_key
-from mlx_serve.engine.cache_store import CacheStore
+from mlx_serve.engine.cache import file as cache_file
+from mlx_serve.engine.cache.file import Header, file_size, head, to_key
+from mlx_serve.engine.cache.store import CacheStore
 from mlx_serve.values import StartError
 
 N = 1000
@@ -319,7 +319,7 @@ def test_a_directory_that_cannot_be_used_is_a_start_error(tmp_path, monkeypatch)
 HOLD = """
 import os, sys
 from pathlib import Path
-from mlx_serve.engine.cache_store import CacheStore
+from mlx_serve.engine.cache.store import CacheStore
 store = CacheStore(Path(sys.argv[1]), 10**6)
 (Path(sys.argv[1]) / ("f" * 64 + ".tmp")).write_bytes(b"half")
 print("open", flush=True)

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.engine.fake_backend import EOS, FakeTokenizer
+from mlx_serve.testing import EOS, FakeTokenizer
 from mlx_serve.text.detokenizer import Detokenizer
 
 

@@ -8,14 +8,14 @@ from threading import Barrier, Event, Semaphore, Thread
 import pytest
 
 from mlx_serve.engine.backend import EngineLost
-from mlx_serve.engine.distributed import job_data, job_of
-from mlx_serve.engine.fake_backend import EOS, FakeBackend
-from mlx_serve.engine.follower import Follower
-from mlx_serve.engine.leader import FIRST_REST_S, Leader
+from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.prefill_budget import StepPlan
-from mlx_serve.engine.scheduler import Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.ranks.follower import Follower
+from mlx_serve.engine.ranks.leader import FIRST_REST_S, Leader
+from mlx_serve.engine.ranks.protocol import job_data, job_of
+from mlx_serve.engine.schedule.scheduler import Scheduler
+from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.testing import EOS, FakeBackend
 from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started
 
 DEADLINE_S = 60

@@ -11,8 +11,8 @@ import pytest
 from mlx_serve.api import grammars
 from mlx_serve.api.grammar_child import Limits, resident_bytes
 from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.engine.fake_backend import VOCAB_SIZE, FakeTokenizer
-from mlx_serve.engine.grammars import Vocabulary
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.testing import VOCAB_SIZE, FakeTokenizer
 from mlx_serve.text.grammar import Function, Rule
 from mlx_serve.values import ApiError, ClientGone
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_serve.engine.heartbeat import Costs, Heartbeat
+from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat
 
 
 def limit_after(*seconds):

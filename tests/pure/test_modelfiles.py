@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from mlx_serve.commands.modelfiles import has_chat_template, look_into, quantization, shard_fault
+from mlx_serve.engine.model_files import has_chat_template, look_into, quantization, shard_fault
 
 CONFIG = {"model_type": "llama", "vocab_size": 100, "max_position_embeddings": 512}
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mlx_serve.engine.pooling import LAST_TOKEN, Pooling, read_pooling
+from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling, read_pooling
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import pytest
 
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeModels
-from mlx_serve.engine.scheduler import Health, Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.schedule.scheduler import Health, Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.testing import EOS, FakeBackend, FakeModels
 from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 DEADLINE_S = 20
@@ -400,7 +400,7 @@ def test_health_tells_of_a_step_that_hangs_and_the_log_where(hanging, caplog, mo
     logged = threading.Event()
     monkeypatch.setattr(caplog.handler, "flush", logged.set)
     assert scheduler.health().status == "ok"
-    with caplog.at_level("ERROR", "mlx_serve.engine.watch"):
+    with caplog.at_level("ERROR", "mlx_serve.engine.schedule.watch"):
         clock.now += 130
         wait(running)
         assert logged.wait(DEADLINE_S)

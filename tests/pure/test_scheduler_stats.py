@@ -2,9 +2,9 @@
 
 from queue import SimpleQueue
 
-from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
 from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.testing import FakeBackend, FakeModels
 from mlx_serve.values import EngineStats, Job, ModelStats, Prompt, Sampling
 
 

@@ -8,7 +8,7 @@ import json
 import pytest
 from formatkit import TOOLS, model
 
-from mlx_serve.engine.fake_backend import FakeTokenizer
+from mlx_serve.testing import FakeTokenizer
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.templates.probe import plan
 from mlx_serve.values import ApiError

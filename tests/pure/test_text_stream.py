@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.engine.fake_backend import FakeTokenizer, parse_words
+from mlx_serve.testing import FakeTokenizer, parse_words
 from mlx_serve.text.calls.readers import Frame, WholeCalls
 from mlx_serve.text.splitter import Calls, Layout, RegionSplitter, held_back
 from mlx_serve.text.stops import StopCutter, StopSearch

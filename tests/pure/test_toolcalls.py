@@ -19,7 +19,7 @@ from formatkit import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_serve.engine.fake_backend import FakeTokenizer
+from mlx_serve.testing import FakeTokenizer
 from mlx_serve.text.calls.registry import FAMILIES, HERMES, call_format
 from mlx_serve.text.formats import formats
 

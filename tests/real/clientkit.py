@@ -17,9 +17,9 @@ from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.fake_backend import FakeBackend, FakeModels, echo
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.testing import FakeBackend, FakeModels, echo
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions

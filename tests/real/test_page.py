@@ -13,7 +13,7 @@ from apikit import DEADLINE_S, serving, until
 from clientkit import Gate
 
 from mlx_serve.api import page as files
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
+from mlx_serve.testing import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.access import AccessPolicy
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -14,8 +14,8 @@ from benchmarks.structured import random_schema
 from mlx_serve import cli
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.settings import config
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions

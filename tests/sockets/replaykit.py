@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer
+from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer
 from tests.pure.formatkit import TOOLS, parts_of
 from tests.sockets import apikit
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer
+from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer
 from tests.sockets import apikit, requiredkeys
 
 pytest.importorskip("openai", reason="openai is not installed")

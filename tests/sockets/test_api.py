@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
+from mlx_serve import testing
 from mlx_serve.api import cost, render, schema
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.responses import asked
 from mlx_serve.api.schema import Defaults
-from mlx_serve.engine import fake_backend
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer, tokens_of
+from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, internal_error
 from mlx_serve.wire.framing import FramingLimits
 
@@ -968,7 +968,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
         raise AssertionError("tokenized")
 
     with serving() as server:
-        monkeypatch.setattr(fake_backend, "tokens_of", fail)
+        monkeypatch.setattr(testing, "tokens_of", fail)
         assert_error(server.complete("x" * 100_000), 400, code="context_length_exceeded", param="prompt")
         assert_error(server.chat("x" * 100_000), 400, code="context_length_exceeded", param="messages")
 

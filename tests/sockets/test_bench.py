@@ -16,7 +16,7 @@ import pytest
 from apikit import DEADLINE_S, serving
 
 from mlx_serve import cli
-from mlx_serve.engine.fake_backend import EOS, FakeBackend
+from mlx_serve.testing import EOS, FakeBackend
 
 ROOT = Path(__file__).parents[2]
 

@@ -19,7 +19,7 @@ from mlx_serve import cli
 from mlx_serve.client.place import place
 from mlx_serve.commands import chat, models
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, tokens_of
+from mlx_serve.testing import EOS, FakeBackend, tokens_of
 
 
 class Terminal(io.StringIO):

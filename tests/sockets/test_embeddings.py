@@ -10,8 +10,8 @@ from apikit import DEADLINE_S, ENTRY, serving, until
 
 from mlx_serve.api import embeddings
 from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.fake_backend import VOCAB_SIZE, WIDTH, FakeBackend, vector_of
 from mlx_serve.metrics import Metrics
+from mlx_serve.testing import VOCAB_SIZE, WIDTH, FakeBackend, vector_of
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_a_step_that_fails_is_a_500_and_the_next_request_works():
 
 
 def test_numbers_that_are_none_are_a_500(monkeypatch, caplog):
-    monkeypatch.setattr("mlx_serve.engine.fake_backend.vector_of", lambda tokens, dimensions: [float("nan")] * WIDTH)
+    monkeypatch.setattr("mlx_serve.testing.vector_of", lambda tokens, dimensions: [float("nan")] * WIDTH)
     with serving() as server:
         for encoding in ("float", "base64"):
             status, _, answer = post(server, "ab", encoding_format=encoding)

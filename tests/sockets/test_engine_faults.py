@@ -18,7 +18,7 @@ from pathlib import Path
 from mlx_serve import cli
 from mlx_serve.engine import scheduler
 from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.fake_backend import FakeBackend, FakeModels
+from mlx_serve.testing import FakeBackend, FakeModels
 
 class Panic(BaseException):
     pass

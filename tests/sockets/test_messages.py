@@ -11,7 +11,7 @@ from messageskit import as_message, ask, check_order, joined, parse, stream, who
 
 from mlx_serve.api import messages_render
 from mlx_serve.api.errors import as_anthropic_object
-from mlx_serve.engine.fake_backend import EOS, FakeBackend, FakeTokenizer, render_lines, tokens_of
+from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, render_lines, tokens_of
 from mlx_serve.values import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire.framing import FramingLimits
 from tests.pure.formatkit import deepseek, gpt_oss, qwen3

@@ -12,8 +12,8 @@ import pytest
 from apikit import ENTRY, events, serving, until
 
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import FakeBackend
 from mlx_serve.metrics import Metrics
+from mlx_serve.testing import FakeBackend
 from mlx_serve.values import ApiError, EngineStats, ModelStats
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits

@@ -12,7 +12,7 @@ from responsekit import COMPACTED, events_of, joined, kinds, plain, scripted
 
 from mlx_serve.api.responses.items import Item, Other, as_list
 from mlx_serve.api.responses.store import ResponseStore
-from mlx_serve.engine.fake_backend import FakeTokenizer
+from mlx_serve.testing import FakeTokenizer
 from mlx_serve.values import ApiError, ClientGone
 from tests.sockets import requiredkeys
 

@@ -3,7 +3,7 @@
 import pytest
 from apikit import serving
 
-from mlx_serve.engine.fake_backend import FakeBackend
+from mlx_serve.testing import FakeBackend
 from mlx_serve.wire.access import AccessPolicy
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -9,7 +9,7 @@ from apikit import ENTRY, serving
 
 from mlx_serve.api.schema import Defaults
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.engine.fake_backend import FakeBackend, FakeTokenizer, render_lines
+from mlx_serve.testing import FakeBackend, FakeTokenizer, render_lines
 
 SECOND = replace(
     ENTRY,

@@ -14,10 +14,10 @@ from mlx_serve.api import grammar_child
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
-from mlx_serve.engine import constraints
 from mlx_serve.engine.catalog import Catalog, read_entry
-from mlx_serve.engine.scheduler import Limits, Scheduler
-from mlx_serve.engine.worker import Worker
+from mlx_serve.engine.generate import constraints
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
 
@@ -52,9 +52,9 @@ PARAMETERS = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"ma
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A server on a tiny random model, as the command line puts it together."""
-    from mlx_serve.engine.mlx_backend import BatchOptions
-    from mlx_serve.engine.models import ModelStore
-    from mlx_serve.engine.single_backend import SingleOptions
+    from mlx_serve.engine.generate.batch import BatchOptions
+    from mlx_serve.engine.generate.single import SingleOptions
+    from mlx_serve.engine.models.store import ModelStore
     from tests.engine.tinymodel import write_model
 
     # Tools are described in words, which are a token for each byte.

@@ -3,7 +3,7 @@
 import pytest
 from apikit import serving
 
-from mlx_serve.engine.fake_backend import EOS
+from mlx_serve.testing import EOS
 
 
 @pytest.fixture(scope="module")

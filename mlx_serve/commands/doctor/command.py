@@ -21,9 +21,9 @@ from mlx_serve.commands import found
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
-from mlx_serve.commands.modelfiles import look_into
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.engine.catalog import NotAModelError
+from mlx_serve.engine.model_files import look_into
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.settings import config
 from mlx_serve.settings import models as model_options

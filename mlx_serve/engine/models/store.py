@@ -22,25 +22,25 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
 
-from mlx_serve.engine import trial
 from mlx_serve.engine.backend import Opening
-from mlx_serve.engine.cache_kinds import always_trims
+from mlx_serve.engine.cache.disk import DiskCache, DiskTier, model_identity
+from mlx_serve.engine.cache.kinds import always_trims
+from mlx_serve.engine.cache.prefixes import PrefixCache
+from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
-from mlx_serve.engine.choice import Loaded
-from mlx_serve.engine.disk_cache import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.errors import one_line
-from mlx_serve.engine.grammars import Vocabulary
-from mlx_serve.engine.kv_size import measure
+from mlx_serve.engine.generate import trial
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.pooling import read_pooling
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large, unloadable
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
-from mlx_serve.engine.mlx_backend import BatchBackend, BatchOptions
-from mlx_serve.engine.mlx_tokenizer import MlxTokenizer
-from mlx_serve.engine.model_dir import check_files, read_object
-from mlx_serve.engine.pooling import read_pooling
-from mlx_serve.engine.prefix_cache import PrefixCache
-from mlx_serve.engine.sharding import Sharding
-from mlx_serve.engine.single_backend import SingleBackend, SingleOptions
-from mlx_serve.engine.weights import files_bytes, held_bytes, read_weights
+from mlx_serve.engine.model_directory import check_files, read_object
+from mlx_serve.engine.models.sharding import Sharding
+from mlx_serve.engine.models.tokenizer import MlxTokenizer
+from mlx_serve.engine.models.weights import files_bytes, held_bytes, read_weights
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.values import Progress
 

@@ -13,12 +13,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.engine import cache_file, cache_state
-from mlx_serve.engine.cache_file import DamagedFileError, Header
-from mlx_serve.engine.cache_index import Entry
-from mlx_serve.engine.cache_kinds import can_trim
-from mlx_serve.engine.cache_store import CacheStore
-from mlx_serve.engine.prefix_cache import Found
+from mlx_serve.engine.cache import file, state
+from mlx_serve.engine.cache.file import DamagedFileError, Header
+from mlx_serve.engine.cache.index import Entry
+from mlx_serve.engine.cache.kinds import can_trim
+from mlx_serve.engine.cache.prefixes import Found
+from mlx_serve.engine.cache.store import CacheStore
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class DiskTier:
 
     def covers(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> int:
         """How many leading tokens the best file could give now."""
-        found = self._store.find(self._owner(scope), cache_file.to_key(tokens), trimmable=trimmable)
+        found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
         return found[1] if found is not None else 0
 
     def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> Found | None:
@@ -75,8 +75,8 @@ class DiskTier:
         Of a cache that can be cut back (``trimmable`` says that this model's can, the file that its own still could)
         the longest common prefix counts; of another one all its tokens or none.
         """
-        found = self._store.find(self._owner(scope), cache_file.to_key(tokens), trimmable=trimmable)
-        return Found(found[1], cache_file.from_key(found[0].key), found[0]) if found is not None else None
+        found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
+        return Found(found[1], file.from_key(found[0].key), found[0]) if found is not None else None
 
     def load(self, found: Found) -> list[Any] | None:
         """That file's whole cache; None when the file is gone by now, or damaged."""
@@ -85,7 +85,7 @@ class DiskTier:
         def decode(header: Header, take: Callable[[int], bytearray]) -> list[Any]:
             if (header.identity, header.key) != (entry.identity, entry.key):
                 raise DamagedFileError("it holds another prompt")
-            return cache_state.put_together(header.layout, take)
+            return state.put_together(header.layout, take)
 
         try:
             return self._store.read(entry, decode)
@@ -101,24 +101,24 @@ class DiskTier:
         """
         if self._refused or not tokens:
             return
-        key, owner = cache_file.to_key(tokens), self._owner(scope)
+        key, owner = file.to_key(tokens), self._owner(scope)
         trimmable = can_trim(cache)
         if self._store.covers(self._store.entry(owner, key, trimmable=trimmable)):
             return
         try:
-            layout, arrays = cache_state.take_apart(cache)
+            layout, arrays = state.take_apart(cache)
             n_bytes = sum(array.nbytes for array in arrays)
-            head = cache_file.head(Header(owner, key, trimmable, layout, n_bytes))
-        except (cache_state.UnknownStateError, ValueError) as error:
+            head = file.head(Header(owner, key, trimmable, layout, n_bytes))
+        except (state.UnknownStateError, ValueError) as error:
             log.warning("prompt cache: this model's caches are not kept on disk: they hold %s", error)
             self._refused = True
             return
-        size = cache_file.file_size(head, n_bytes)
+        size = file.file_size(head, n_bytes)
         entry = self._store.entry(owner, key, trimmable=trimmable, size=size)
         if not self._store.admit(entry):
             return
         try:
-            copies = cache_state.to_bytes(arrays)
+            copies = state.to_bytes(arrays)
         except _NO_MEMORY as error:
             log.warning("prompt cache: a cache of %d bytes is not saved: %r", size, error)
         else:

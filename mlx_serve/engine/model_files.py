@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_serve.engine.catalog import NotAModelError, read_entry
-from mlx_serve.engine.model_dir import MAX_TOKENIZER_BYTES, check_files, open_regular, parse_json, read_object
+from mlx_serve.engine.model_directory import MAX_TOKENIZER_BYTES, check_files, open_regular, parse_json, read_object
 
 # The specification's own bound on a header.
 _MAX_HEADER_BYTES = 100_000_000

@@ -14,10 +14,10 @@ from typing import Any
 
 from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.grammars import Vocabulary
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.pooling import too_many_dimensions
 from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.pooling import too_many_dimensions
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import (
     GUARD,
     ApiError,

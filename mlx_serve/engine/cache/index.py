@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlx_serve.engine.cache_file import TOKEN_BYTES
+from mlx_serve.engine.cache.file import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,16 +17,16 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import is_last
-from mlx_serve.engine.choice import Choice, Loaded, make_choice
-from mlx_serve.engine.embedding import Embedder, Embedding
-from mlx_serve.engine.kv_size import quantized
+from mlx_serve.engine.cache.prefixes import as_ids
+from mlx_serve.engine.cache.size import quantized
+from mlx_serve.engine.generate.embedding import Embedder, Embedding
+from mlx_serve.engine.generate.loaded import LoadedBackend
+from mlx_serve.engine.generate.prefill import prefill
+from mlx_serve.engine.generate.prefill_budget import PrefillBudget, StepPlan
+from mlx_serve.engine.generate.scoring import Scoring
+from mlx_serve.engine.generate.token_choice import Choice, Loaded, make_choice
+from mlx_serve.engine.generate.trial import refusal
 from mlx_serve.engine.load_errors import LoadError
-from mlx_serve.engine.loaded_backend import LoadedBackend
-from mlx_serve.engine.prefill import prefill
-from mlx_serve.engine.prefill_budget import PrefillBudget, StepPlan
-from mlx_serve.engine.prefix_cache import as_ids
-from mlx_serve.engine.scoring import Scoring
-from mlx_serve.engine.trial import refusal
 from mlx_serve.values import Event, Failed, Job, Started
 
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import Literal, TypeAlias, TypeVar, get_args
 
-from mlx_serve.engine import cache_file
-from mlx_serve.engine.cache_file import DamagedFileError, Header
-from mlx_serve.engine.cache_index import CacheIndex, Entry
+from mlx_serve.engine.cache import file as cache_file
+from mlx_serve.engine.cache.file import DamagedFileError, Header
+from mlx_serve.engine.cache.index import CacheIndex, Entry
 from mlx_serve.values import StartError
 
 log = logging.getLogger(__name__)

@@ -10,14 +10,14 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
-from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.cache.prefixes import PrefixCache
+from mlx_serve.engine.cache.size import NO_KV, KvSize
 from mlx_serve.engine.errors import is_fault
-from mlx_serve.engine.grammars import Vocabulary
-from mlx_serve.engine.kv_size import NO_KV, KvSize
-from mlx_serve.engine.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.prefix_cache import PrefixCache
-from mlx_serve.engine.sampling import ModelRows, make_processors, make_sampler
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.engine.generate.constraints import Constraint
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
+from mlx_serve.engine.generate.sampling import ModelRows, make_processors, make_sampler
+from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
 log = logging.getLogger(__name__)

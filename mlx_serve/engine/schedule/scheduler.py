@@ -23,10 +23,10 @@ from threading import Condition
 from typing import Literal
 
 from mlx_serve.engine.backend import Backend, Models, Opening, is_last
-from mlx_serve.engine.deadlines import Deadlines, retry_headers
-from mlx_serve.engine.heartbeat import Costs, Heartbeat, Overdue
 from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.waiting import Waiting
+from mlx_serve.engine.schedule.deadlines import Deadlines, retry_headers
+from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat, Overdue
+from mlx_serve.engine.schedule.queue import Waiting
 from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job, ModelStats
 
 log = logging.getLogger(__name__)

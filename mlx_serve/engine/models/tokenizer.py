@@ -12,8 +12,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from mlx_serve.engine.encoding import Encoder
 from mlx_serve.engine.errors import one_line
+from mlx_serve.engine.models.encoding import Encoder
 from mlx_serve.values import TAG, ApiError, Check, unchecked
 
 log = logging.getLogger(__name__)

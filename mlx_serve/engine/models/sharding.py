@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.engine.model_dir import read_object
-from mlx_serve.engine.ranks import Ranks
+from mlx_serve.engine.model_directory import read_object
+from mlx_serve.engine.ranks.group import Ranks
 
 # All of these are divided among the ranks; mlx-lm does not check that they can be, and a wrong split may go unnoticed.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads")

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.cache_kinds import leaves, window
+from mlx_serve.engine.cache.kinds import leaves, window
 
 # mlx-lm's caches grow by so many tokens at a time.
 _STEP = 256

@@ -14,8 +14,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
-from mlx_serve.engine.cache_file import DamagedFileError
-from mlx_serve.engine.cache_kinds import KINDS, bare_state
+from mlx_serve.engine.cache.file import DamagedFileError
+from mlx_serve.engine.cache.kinds import KINDS, bare_state
 
 # numpy has no bfloat16: its bits travel as integers.
 _DTYPES = {

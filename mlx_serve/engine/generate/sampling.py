@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 
-from mlx_serve.engine.constraints import Constraint
+from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.values import Sampling
 
 # Below this, logits divided by the temperature overflow float32; the result is the likeliest token anyway.

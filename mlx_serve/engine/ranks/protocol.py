@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from mlx_serve.engine.backend import Backend, EngineLost
 from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.engine.prefill_budget import StepPlan
 from mlx_serve.values import ApiError, Event, Gate, Grammar, Inputs, Job, Prompt, Sampling
 
 # What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import Protocol
 
-from mlx_serve.engine.scheduler import Scheduler
-from mlx_serve.engine.watch import Watch
+from mlx_serve.engine.schedule.scheduler import Scheduler
+from mlx_serve.engine.schedule.watch import Watch
 from mlx_serve.values import ApiError, internal_error
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.choice import Choice, top
+from mlx_serve.engine.generate.token_choice import Choice, top
 from mlx_serve.values import PromptLogprobs
 
 # A chunk's logits are chunk x vocabulary numbers: 150 MB for 256 tokens and a vocabulary of 150,000.

@@ -10,7 +10,7 @@ import sys
 import traceback
 from threading import Thread
 
-from mlx_serve.engine.scheduler import Scheduler
+from mlx_serve.engine.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

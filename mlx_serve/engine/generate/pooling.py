@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mlx_serve.engine.model_dir import read_json
+from mlx_serve.engine.model_directory import read_json
 from mlx_serve.values import ApiError
 
 # What the steps behind the model may be: vectors are always brought to length 1 here.

@@ -13,9 +13,9 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.choice import Loaded
-from mlx_serve.engine.pooling import too_many_dimensions
-from mlx_serve.engine.vocabulary import check_ids
+from mlx_serve.engine.generate.pooling import too_many_dimensions
+from mlx_serve.engine.generate.token_choice import Loaded
+from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Embedded, Event, Job, Started
 
 # mlx-lm's names for a model without its output layer.

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import trim_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_serve.engine.cache_kinds import can_trim, cut_back, holds
+from mlx_serve.engine.cache.kinds import can_trim, cut_back, holds
 
 log = logging.getLogger(__name__)
 

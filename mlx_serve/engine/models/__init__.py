@@ -1,0 +1,1 @@
+"""Models in memory: loading weights and tokenizers, splitting them among ranks."""
