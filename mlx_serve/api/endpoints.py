@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_serve.api import embeddings, errors, messages, models, render, schema, stats, status, tokenize
+from mlx_serve.api import embeddings, errors, models, tokenize
+from mlx_serve.api.anthropic import endpoints
 from mlx_serve.api.cost import MAX_CUT_TOKENS, check_prompt_logprobs, check_values, length_check
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.openai import render, schema
 from mlx_serve.api.responses import endpoints as responses
 from mlx_serve.api.routes import route_path
 from mlx_serve.api.serving import (
@@ -27,6 +29,7 @@ from mlx_serve.api.serving import (
     make_jobs,
     request_prompt,
 )
+from mlx_serve.api.status import health, stats
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.text.prompt import text_prompt
@@ -190,17 +193,17 @@ ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
     ("DELETE", "/responses/{id}"): responses.delete,
     ("GET", "/responses/{id}/input_items"): responses.input_items,
     ("POST", "/responses/{id}/cancel"): responses.cancel,
-    ("POST", "/messages"): messages.messages,
-    ("POST", "/messages/count_tokens"): messages.count_tokens,
+    ("POST", "/messages"): endpoints.messages,
+    ("POST", "/messages/count_tokens"): endpoints.count_tokens,
     ("POST", "/tokenize"): tokenize.tokenize,
     ("POST", "/detokenize"): tokenize.detokenize,
     ("POST", "/apply-template"): tokenize.apply_template,
     ("GET", "/models"): models.list_models,
     ("GET", "/models/"): models.get_model,
-    ("GET", "/health"): status.health,
-    ("GET", "/ready"): status.ready,
-    ("GET", "/stats"): status.live_stats,
-    ("GET", "/metrics"): status.prometheus_metrics,
+    ("GET", "/health"): health.health,
+    ("GET", "/ready"): health.ready,
+    ("GET", "/stats"): health.live_stats,
+    ("GET", "/metrics"): health.prometheus_metrics,
     ("GET", "/"): root,
 }
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from mlx_serve.api import errors, render
+from mlx_serve.api import errors
 from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars, tokens_with_logprobs
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.openai import render
+from mlx_serve.api.openai.schema import ChatRequest, Defaults
 from mlx_serve.api.responses.store import ResponseStore
-from mlx_serve.api.schema import ChatRequest, Defaults
 from mlx_serve.api.scope import prefix_scope
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
 from mlx_serve.engine.schedule.scheduler import Scheduler

@@ -13,7 +13,7 @@ from pydantic import FailFast, Field
 from mlx_serve.api.cost import length_check, parsing
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
-from mlx_serve.api.schema import ChatRequest, parse, read_object, validated
+from mlx_serve.api.openai.schema import ChatRequest, parse, read_object, validated
 from mlx_serve.api.serving import (
     Services,
     context_tokens,

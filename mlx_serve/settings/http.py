@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
-from mlx_serve.api import page
+from mlx_serve.api.status import page
 from mlx_serve.paths import expanded
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from formatkit import model
 
-from mlx_serve.api.messages_schema import CountRequest
-from mlx_serve.api.schema import parse
+from mlx_serve.api.anthropic.schema import CountRequest
+from mlx_serve.api.openai.schema import parse
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
 

@@ -12,7 +12,7 @@ import pytest
 from apikit import DEADLINE_S, serving, until
 from clientkit import Gate
 
-from mlx_serve.api import page as files
+from mlx_serve.api.status import page as files
 from mlx_serve.testing import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.access import AccessPolicy
 

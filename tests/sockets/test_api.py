@@ -10,10 +10,11 @@ import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
 from mlx_serve import testing
-from mlx_serve.api import cost, render, schema
+from mlx_serve.api import cost
 from mlx_serve.api.endpoints import ROUTES
+from mlx_serve.api.openai import render, schema
+from mlx_serve.api.openai.schema import Defaults
 from mlx_serve.api.responses import asked
-from mlx_serve.api.schema import Defaults
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, internal_error
@@ -977,7 +978,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
 
 
 def test_the_best_of_several_are_those_of_the_highest_mean_log_probability():
-    from mlx_serve.api.render import Choice, best
+    from mlx_serve.api.openai.render import Choice, best
     from mlx_serve.values import TokenLogprob
 
     def choice(index, *logprobs):

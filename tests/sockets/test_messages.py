@@ -9,7 +9,7 @@ import pytest
 from apikit import DEADLINE_S, read, serving, until
 from messageskit import as_message, ask, check_order, joined, parse, stream, whole
 
-from mlx_serve.api import messages_render
+from mlx_serve.api.anthropic import render
 from mlx_serve.api.errors import as_anthropic_object
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, render_lines, tokens_of
 from mlx_serve.values import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
@@ -498,8 +498,8 @@ def test_a_server_that_shuts_down_is_overloaded():
 def test_long_pieces_are_split_into_short_lines():
     long = "é" * 20_000
     deltas = [Text(0, "content", long), ToolCallStart(0, 0, "add"), ToolCallArguments(0, 0, f'{{"a": "{long}"}}')]
-    found = list(messages_render.events("fake", 1, 0, [*deltas, Finish(0, "tool_calls", Usage(1, 1))]))
+    found = list(render.events("fake", 1, 0, [*deltas, Finish(0, "tool_calls", Usage(1, 1))]))
     check_order(found)
     assert max(len(json.dumps(event)) for event in found) < 65_536
-    text, call = messages_render.fold(found)["content"]
+    text, call = render.fold(found)["content"]
     assert (text["text"], call["input"]) == (long, {"a": long})

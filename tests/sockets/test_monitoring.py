@@ -340,7 +340,7 @@ def test_every_metric_is_in_the_manual():
 
 def test_without_prometheus_client_it_says_what_to_install():
     code = "import sys; sys.modules['prometheus_client'] = None\n"
-    code += "from mlx_serve.api.prometheus import respond\n"
+    code += "from mlx_serve.api.status.prometheus import respond\n"
     code += "from mlx_serve.values import ApiError, EngineStats\n"
     code += "from mlx_serve.metrics import Metrics\n"
     code += "try:\n    respond(Metrics(), EngineStats(), 'ok')\n"

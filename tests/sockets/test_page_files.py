@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from apikit import serving, until
 
-from mlx_serve.api import page
+from mlx_serve.api.status import page
 from mlx_serve.wire.access import AccessPolicy
 
 KEYS = AccessPolicy(api_keys=("k",), open_paths=page.PATHS)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-from mlx_serve.api.render import chat_logprobs
+from mlx_serve.api.openai.render import chat_logprobs
 from mlx_serve.api.responses.freetext import FreeText
 from mlx_serve.api.responses.items import new_id, seal
 from mlx_serve.values import TokenLogprob

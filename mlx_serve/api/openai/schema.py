@@ -25,7 +25,6 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_serve.api import tools as tool_fields
 from mlx_serve.api.cost import parsing
 from mlx_serve.api.fields import (
     MAX_TOP_LOGPROBS,
@@ -47,6 +46,7 @@ from mlx_serve.api.fields import (
     content_text,
     refuse,
 )
+from mlx_serve.api.openai import tools as tool_fields
 from mlx_serve.api.scope import CacheSalt
 from mlx_serve.api.structured import Structured
 from mlx_serve.text.grammar import Function

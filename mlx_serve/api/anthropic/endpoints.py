@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api import errors, messages_render
+from mlx_serve.api import errors
+from mlx_serve.api.anthropic import render
+from mlx_serve.api.anthropic.schema import CountRequest, MessagesRequest
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.api.messages_schema import CountRequest, MessagesRequest
-from mlx_serve.api.render import dumps
-from mlx_serve.api.schema import parse
+from mlx_serve.api.openai.render import dumps
+from mlx_serve.api.openai.schema import parse
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -86,15 +87,15 @@ class _Writer:
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The message."""
-        return messages_render.fold(self._events(generation))
+        return render.fold(self._events(generation))
 
     def failure(self, error: ApiError) -> bytes:
         """An event of its own kind, and then nothing more."""
         return _event(errors.as_anthropic_object(error, self.request_id))
 
-    def _events(self, generation: Generation) -> Iterator[messages_render.Event]:
+    def _events(self, generation: Generation) -> Iterator[render.Event]:
         cached_tokens = generation.cached_tokens
-        return messages_render.events(self.model, self.prompt_tokens, cached_tokens, generation)
+        return render.events(self.model, self.prompt_tokens, cached_tokens, generation)
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -1,0 +1,1 @@
+"""Anthropic's Messages: requests in, named events and messages out."""

@@ -1,0 +1,1 @@
+"""OpenAI's chat and completions: requests in, chunks and objects out."""
