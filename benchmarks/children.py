@@ -54,7 +54,7 @@ def their_command(model: Path, port: int) -> list[str]:
 
 def demo_model() -> Path:
     """The demo model, which another process makes, so that this one never imports mlx."""
-    code = "from mlx_serve.demo import ensure_demo_model; print(ensure_demo_model())"
+    code = "from mlx_serve.demo.model import ensure_demo_model; print(ensure_demo_model())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.strip())
 

@@ -22,13 +22,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
-from mlx_serve import __version__, blas, demo, logs, progress, signals
+from mlx_serve import __version__, blas, logs, progress, signals
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
 from mlx_serve.api.openai.schema import Defaults
 from mlx_serve.api.responses.store import ResponseStore
 from mlx_serve.api.serving import Grammars, Services, Tokenizers
 from mlx_serve.api.status import page
+from mlx_serve.demo import model as demo
 from mlx_serve.engine import backend
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry, NotAModelError, context_limit

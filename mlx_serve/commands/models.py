@@ -14,8 +14,8 @@ from typing import Any
 from mlx_serve.client.connection import Client, objects
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import add_options, given_place
-from mlx_serve.commands import found
-from mlx_serve.commands.found import Found
+from mlx_serve.commands import model_list
+from mlx_serve.commands.model_list import Found
 from mlx_serve.commands.terminal import bytes_text, printable, table
 from mlx_serve.settings import config
 from mlx_serve.settings import models as model_options
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         settings = config.from_args(flags)
         model_options.directories(settings)
-        models = found.models(settings)
+        models = model_list.models(settings)
     except StartError as error:
         print(f"mlx-serve models: {error}", file=sys.stderr)
         return 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from mlx_serve import demo
+from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
 from mlx_serve.paths import expanded
 from mlx_serve.settings.config import Config

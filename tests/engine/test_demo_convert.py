@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from mlx_serve import gguf
+from mlx_serve.demo import gguf
 
 ALPHABET = sorted(ByteLevel.alphabet())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "cli": NAMES,
     "__main__": {"cli"},
     "settings": SHARED | {"settings", "engine", "wire", "api", "demo", "__version__"},
-    "demo": {"values", "gguf", "paths", "progress", "signals"},
+    "demo": {"values", "demo", "paths", "progress", "signals"},
     "probe": {"blas", "engine"},
     # Sub-commands are a part of the command line.
     **{path.removeprefix("mlx_serve.").split(".")[0]: NAMES for path in COMMANDS.values()},
@@ -50,8 +50,8 @@ MAY_IMPORT_MLX = {
     "engine/ranks/group.py",
     "engine/generate/trial.py",
     "engine/models/weights.py",
-    "demo.py",
-    "gguf.py",
+    "demo/model.py",
+    "demo/gguf.py",
 }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlx_serve import demo
-from mlx_serve.demo import DemoError
+from mlx_serve.demo import model as demo
+from mlx_serve.demo.model import DemoError
 
 
 def quiet(step, n_done, n_total):
@@ -242,7 +242,7 @@ def test_a_failed_build_leaves_nothing(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mlx_serve import demo
+from mlx_serve.demo import model as demo
 def make(scratch):
     (scratch / "model").mkdir()
     (scratch / "model" / "config.json").write_text("half")
@@ -253,7 +253,7 @@ demo.build_once(Path(sys.argv[1]), make, lambda *step: None)
 
 def test_a_killed_build_is_cleaned_by_the_next_one(tmp_path):
     target = tmp_path / "model"
-    environ = {**os.environ, "PYTHONPATH": str(Path(demo.__file__).parents[1])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(demo.__file__).parents[2])}
     killed = subprocess.run([sys.executable, "-c", KILLED, str(target)], env=environ, check=False)
     assert killed.returncode == -signal.SIGKILL
     assert not target.exists()
@@ -325,6 +325,6 @@ def test_the_variants_have_folders_of_their_own(tmp_path, monkeypatch):
 
 
 def test_importing_demo_imports_no_mlx():
-    code = "import sys, mlx_serve.demo; sys.exit(bool({'mlx', 'mlx_lm', 'tokenizers'} & set(sys.modules)))"
-    environ = {**os.environ, "PYTHONPATH": str(Path(demo.__file__).parents[1])}
+    code = "import sys, mlx_serve.demo.model; sys.exit(bool({'mlx', 'mlx_lm', 'tokenizers'} & set(sys.modules)))"
+    environ = {**os.environ, "PYTHONPATH": str(Path(demo.__file__).parents[2])}
     assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == 0

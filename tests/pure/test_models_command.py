@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub.errors import CacheNotFound
 
-from mlx_serve.commands import found, models
+from mlx_serve.commands import model_list, models
 from mlx_serve.commands.terminal import bytes_text, table
 
 HEADER = b'{"a": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}'
@@ -27,7 +27,7 @@ def no_hub(monkeypatch):
     def nothing():
         raise CacheNotFound("nothing", "here")
 
-    monkeypatch.setattr(found, "scan_cache_dir", nothing)
+    monkeypatch.setattr(model_list, "scan_cache_dir", nothing)
     monkeypatch.setenv("MLX_MODEL_PATH", "")
 
 
@@ -64,7 +64,7 @@ def test_the_hub_s_cache_is_listed(tmp_path, capsys, monkeypatch):
 
     main = SimpleNamespace(snapshot_path=write(tmp_path / "snapshot"))
     repos = [repo("b/Model", main=main), repo("a/Data", "dataset", main=main), repo("c/NoMain")]
-    monkeypatch.setattr(found, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
+    monkeypatch.setattr(model_list, "scan_cache_dir", lambda: SimpleNamespace(repos=repos))
     assert models.main([]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["b/Model"]
 
@@ -114,4 +114,4 @@ def test_a_table_is_aligned_and_has_no_blanks_at_its_ends():
     ],
 )
 def test_what_the_flags_name(settings, named):
-    assert found.named(SimpleNamespace(**{"model": (), "models": (), "served_model_name": ()} | settings)) == named
+    assert model_list.named(SimpleNamespace(**{"model": (), "models": (), "served_model_name": ()} | settings)) == named

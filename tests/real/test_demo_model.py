@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlx_serve.demo import DEMO_MODEL_NAME, ensure_demo_model
+from mlx_serve.demo.model import DEMO_MODEL_NAME, ensure_demo_model
 
 pytestmark = pytest.mark.real
 

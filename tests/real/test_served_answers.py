@@ -11,7 +11,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_serve import cli
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.demo import ensure_demo_model
+from mlx_serve.demo.model import ensure_demo_model
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.settings import config

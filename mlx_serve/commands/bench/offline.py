@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_serve import blas
-from mlx_serve.demo import ensure_demo_model
+from mlx_serve.demo.model import ensure_demo_model
 
 _WARM_UP_TOKENS = 8
 

@@ -16,12 +16,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
-from mlx_serve import demo
-from mlx_serve.commands import found
+from mlx_serve.commands import model_list
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
 from mlx_serve.commands.terminal import bytes_text
+from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import NotAModelError
 from mlx_serve.engine.model_files import look_into
 from mlx_serve.paths import expanded, is_repository
@@ -100,7 +100,7 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
     """The directories of the models that the flags name, and what there is to say of those that are not here."""
     if settings.demo:
         return [], [_demo()]
-    named = [place for _, place in found.named(settings)]
+    named = [place for _, place in model_list.named(settings)]
     places = [_place(text) for text in (*named, settings.draft_model) if text]
     there = [place for place in places if isinstance(place, Path)]
     findings = [place for place in places if isinstance(place, Finding)]
@@ -206,7 +206,7 @@ def _places(settings: Config) -> Iterator[Finding]:
             yield Finding(
                 "problem", "models", f"model directory not found: {root}", "correct --model-dir or $MLX_MODEL_PATH"
             )
-    models = [model for model in found.models(settings) if model.source != "--model"]
+    models = [model for model in model_list.models(settings) if model.source != "--model"]
     for model in models:
         fault = next((fault for fault in model.files.faults if fault.fatal), None)
         if fault is not None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO
 
-from mlx_serve.gguf import write_model
+from mlx_serve.demo.gguf import write_model
 from mlx_serve.paths import expanded
 from mlx_serve.progress import printed
 from mlx_serve.signals import unwinding
