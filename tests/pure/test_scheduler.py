@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.scheduler import Health, Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.testing import EOS, FakeBackend, FakeModels
@@ -311,7 +312,10 @@ def test_steps_that_fail_again_and_again_with_nobody_to_blame_end_the_worker(mon
     broken = RuntimeError("no device")
 
     def fail(_models):
-        raise broken
+        # Not before the job runs: a worker that ends while it is idle would refuse it.
+        if scheduler.health().running:
+            raise broken
+        return MemoryUse()
 
     monkeypatch.setattr(FakeModels, "memory", fail)
     worker = worker_of(scheduler)
