@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.values import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 
+# What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
+# and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
+ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+
 
 class EngineLost(Exception):
     """Nothing can be generated any more, and this process can't mend it; the text is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What a step does: up to ``n_tokens`` prompt tokens, and whether it then decodes a token of each stream."""
+
+    n_tokens: int
+    decodes: bool = True
 
 
 class Backend(Protocol):

@@ -10,10 +10,10 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tinymodel import VOCAB_SIZE, loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
+from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.embedding import Embedder
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.values import ApiError, Embedded, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 

@@ -31,6 +31,40 @@ MAY_IMPORT = {
     "client": {"client"},
     "testing": SHARED | {"engine"},
 }
+# The modules and folders of each package, in an order in which each may import only those before it. Every cycle of
+# imports contains an import against one of these orders, so this excludes cycles too.
+ORDER = {
+    "": "values metrics paths signals blas logs progress client wire text engine demo api testing probe settings"
+    " commands cli __main__",
+    "api": "fields structured routes errors scope cost generation grammar_child grammars openai serving responses"
+    " status models tokenize embeddings anthropic endpoints",
+    "api/anthropic": "blocks schema render endpoints",
+    "api/openai": "tools schema render",
+    "api/responses": "items tools freetext store history schema outputs truncation asked render compaction endpoints",
+    "api/status": "prometheus stats page health",
+    "client": "events place errors answer connection",
+    "commands": "terminal model_list models chat bench doctor service",
+    "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
+    "commands/doctor": "finding checks command",
+    "commands/service": "files command",
+    "demo": "gguf model",
+    "engine": "errors token_ids memory architectures model_directory catalog backend load_errors model_files cache"
+    " ranks generate models schedule",
+    "engine/cache": "kinds size prefixes file state index store disk",
+    "engine/generate": "prefill_budget prefill trial pooling grammars constraints sampling token_choice scoring"
+    " embedding loaded batch single",
+    "engine/models": "encoding tokenizer weights sharding store",
+    "engine/ranks": "group protocol follower leader",
+    "engine/schedule": "deadlines heartbeat queue scheduler watch worker",
+    "settings": "flags file config http models ranks",
+    "text": "symbols tokenizer detokenizer stops guard grammar grammar_task calls splitter formats templates prompt",
+    "text/calls": "values literals shapes readers json_reader xml_reader harmony forced descriptions registry",
+    "text/templates": "call_forms probe_words turn_forms tools_as_text forms probe rendering",
+    "wire": "framing sockets access request_log server_options channel body sse reply connections admission body_budget"
+    " request_reader exchange connection listener server",
+}
+# Imports against the order that are still there, by package.
+BACK = {"api": {("serving", "responses")}}
 MAY_IMPORT_MLX = {
     "engine/generate/batch.py",
     "engine/generate/prefill.py",
@@ -73,12 +107,49 @@ def test_a_layer_imports_only_what_it_may(module):
     assert own <= MAY_IMPORT.get(layer, {"values", "paths"})
 
 
+def children(package: str) -> set[str]:
+    found = (PACKAGE / package).iterdir()
+    return {path.stem for path in found if path.suffix == ".py" or any(path.glob("*.py"))} - {"__init__"}
+
+
+def imports_inside(package: str, child: str) -> set[str]:
+    """What a module or a folder of a package imports of its neighbours."""
+    prefix = ".".join(filter(None, ["mlx_serve", *package.split("/")])) + "."
+    one = PACKAGE / package / child
+    paths = one.rglob("*.py") if one.is_dir() else [one.with_suffix(".py")]
+    names = {name.removeprefix(prefix) for path in paths for name in imports(path) if name.startswith(prefix)}
+    return {name.split(".")[0] for name in names} & children(package) - {child}
+
+
+def test_every_package_has_an_order():
+    assert set(ORDER) == {
+        path.parent.relative_to(PACKAGE).as_posix().strip(".") for path in PACKAGE.rglob("__init__.py")
+    }
+    assert {package: sorted(order.split()) for package, order in ORDER.items()} == {
+        package: sorted(children(package)) for package in ORDER
+    }
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_a_module_imports_only_what_comes_before_it(package):
+    order = ORDER[package].split()
+    back = {
+        (child, name)
+        for place, child in enumerate(order)
+        for name in imports_inside(package, child) - set(order[:place])
+    }
+    assert back == BACK.get(package, set())
+
+
 def test_an_import_across_layers_is_found():
     assert imports(PACKAGE / "cli.py") >= {
         "mlx_serve.settings.config",
         "mlx_serve.values.ApiError",
         "mlx_serve.engine.models.store.locate",
     }
+    assert imports_inside("", "testing") == {"engine", "values"}
+    assert imports_inside("engine", "load_errors") == {"backend", "catalog", "errors"}
+    assert imports_inside("text", "calls") == {"symbols", "tokenizer"}
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -7,8 +7,7 @@ from threading import Barrier, Event, Semaphore, Thread
 
 import pytest
 
-from mlx_serve.engine.backend import EngineLost
-from mlx_serve.engine.generate.prefill_budget import StepPlan
+from mlx_serve.engine.backend import EngineLost, StepPlan
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.ranks.follower import Follower
 from mlx_serve.engine.ranks.leader import FIRST_REST_S, Leader

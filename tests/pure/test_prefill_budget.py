@@ -1,6 +1,7 @@
 """How many prompt tokens fit into a step, and which steps decode."""
 
-from mlx_serve.engine.generate.prefill_budget import PrefillBudget, StepPlan
+from mlx_serve.engine.backend import StepPlan
+from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 
 
 def known(decode_s=0.0):

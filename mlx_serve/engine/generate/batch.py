@@ -19,13 +19,13 @@ from typing import Any
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.backend import is_last
+from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.kinds import cut_back
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, common, is_whole
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.generate.prefill_budget import PrefillBudget, StepPlan
+from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.token_choice import Choice, Loaded, make_choice
 from mlx_serve.values import Event, Failed, Job, Started

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from mlx_serve.engine.generate.prefill_budget import StepPlan
+from mlx_serve.engine.backend import ALIKE, StepPlan
 from mlx_serve.engine.generate.token_choice import Loaded
-from mlx_serve.engine.ranks.protocol import ALIKE
 from mlx_serve.values import Event, Failed, Job, internal_error
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mlx_serve.engine.backend import StepPlan
 
 # Before the speed is known: little enough for the slowest machine.
 _FIRST_TOKENS = 64
@@ -20,14 +20,6 @@ _CROWD = 8
 # Prompts that came together begin to decode together, if that holds the first of them up for no more than the time of
 # so many steps.
 _MOST_HELD = 64
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What a step does: up to ``n_tokens`` prompt tokens, and whether it then decodes a token of each stream."""
-
-    n_tokens: int
-    decodes: bool = True
 
 
 class PrefillBudget:

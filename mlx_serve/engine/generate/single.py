@@ -16,13 +16,13 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.backend import is_last
+from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.prefixes import as_ids
 from mlx_serve.engine.cache.size import quantized
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.generate.prefill_budget import PrefillBudget, StepPlan
+from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.token_choice import Choice, Loaded, make_choice
 from mlx_serve.engine.generate.trial import refusal

@@ -15,10 +15,10 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
+from mlx_serve.engine.backend import ALIKE
 from mlx_serve.engine.cache.kinds import always_trims, is_fixed, is_quantized, kind_names, leaves
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.ranks.protocol import ALIKE
 
 # What a model raises that can't do what is tried, or MLX when it computes that.
 _FAULTS = (*ALIKE, MemoryError, RuntimeError)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from mlx_serve.engine.backend import EngineLost, is_last
-from mlx_serve.engine.generate.prefill_budget import StepPlan
-from mlx_serve.engine.ranks.protocol import ALIKE, JointOpening, Messages, PartBackend, Store, job_of
+from mlx_serve.engine.backend import ALIKE, EngineLost, StepPlan, is_last
+from mlx_serve.engine.ranks.protocol import JointOpening, Messages, PartBackend, Store, job_of
 from mlx_serve.values import ApiError, Event, Job
 
 log = logging.getLogger(__name__)

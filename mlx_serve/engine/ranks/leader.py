@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
-from mlx_serve.engine.backend import Opening, is_last
-from mlx_serve.engine.ranks.protocol import ALIKE, JointOpening, Kept, Messages, PartBackend, Store, job_data
+from mlx_serve.engine.backend import ALIKE, Opening, is_last
+from mlx_serve.engine.ranks.protocol import JointOpening, Kept, Messages, PartBackend, Store, job_data
 from mlx_serve.values import Event, Job
 
 # How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request

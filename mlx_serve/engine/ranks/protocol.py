@@ -17,15 +17,11 @@ from queue import SimpleQueue
 from threading import Event as Flag
 from typing import Any, Protocol
 
-from mlx_serve.engine.backend import Backend, EngineLost
+from mlx_serve.engine.backend import Backend, EngineLost, StepPlan
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.values import ApiError, Event, Gate, Grammar, Inputs, Job, Prompt, Sampling
 
-# What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
-# and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
-ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 _READING, _READ, _FAILED = range(3)
 
 
