@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, cast
 
 from mlx_serve import __version__, blas, logs, progress, signals
+from mlx_serve.api.body import Defaults
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
-from mlx_serve.api.openai.schema import Defaults
-from mlx_serve.api.responses.store import ResponseStore
+from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.api.serving import Grammars, Services, Tokenizers
 from mlx_serve.api.status import page
 from mlx_serve.demo import model as demo

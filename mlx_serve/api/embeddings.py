@@ -15,12 +15,12 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from mlx_serve.api.body import parse
 from mlx_serve.api.cost import length_check
 from mlx_serve.api.fields import Inputs, Model, Str
 from mlx_serve.api.generation import ALIVE_EVERY_S
-from mlx_serve.api.openai.render import dumps
-from mlx_serve.api.openai.schema import parse
 from mlx_serve.api.serving import Services, context_tokens, find_model
+from mlx_serve.api.shapes import dumps
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.metrics import Trace

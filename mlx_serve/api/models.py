@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
-from mlx_serve.api.serving import Services, context_tokens, json_response
+from mlx_serve.api.serving import Services, context_tokens
+from mlx_serve.api.shapes import json_response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.values import ApiError, RawRequest, Response
 

@@ -12,18 +12,17 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from mlx_serve.api import errors
-from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, n_content_chars, tokens_with_logprobs
+from mlx_serve.api.body import Defaults
+from mlx_serve.api.cost import MAX_JSON_VALUES, length_check, tokens_with_logprobs
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.api.openai import render
-from mlx_serve.api.openai.schema import ChatRequest, Defaults
-from mlx_serve.api.responses.store import ResponseStore
+from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.api.scope import prefix_scope
+from mlx_serve.api.shapes import json_response, total_usage
 from mlx_serve.engine.catalog import DEFAULT_NAME, Catalog, ModelEntry, context_limit
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Function, Rule
-from mlx_serve.text.prompt import can_continue, chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import (
     ApiError,
@@ -151,10 +150,6 @@ class Reply:
     is_stream: bool
     n_per_prompt: int = 1
 
-    def head(self, prefix: str) -> render.Head:
-        """A new id under ``prefix``, and what else all chunks of the answer share."""
-        return render.new_head(prefix, self.entry.name, self.services.fingerprint)
-
     def respond(self, writer: Writer, tokenizer: Tokenizer) -> Response:
         """Raises ApiError while nothing was sent; once a stream runs, an error is its last event."""
         generation = Generation(
@@ -202,7 +197,7 @@ class Reply:
 
     def _note(self, generation: Generation) -> None:
         """For the log, which also tells of what was made for a client that has left."""
-        usage = render.total_usage(generation.usages, self.n_per_prompt)
+        usage = total_usage(generation.usages, self.n_per_prompt)
         reasons = {finish.reason for finish in generation.finishes}
         self.request.notes.update(
             model=self.entry.name,
@@ -245,27 +240,6 @@ def _check_choice(param: str, wanted: str | None, offered: str | None) -> None:
     # mlx_lm.server loads whatever path or repository a client names; here the operator decides.
     if wanted not in (None, DEFAULT_NAME, offered):
         raise ApiError(400, f"'{param}' may only name what the server was started with.", param=param)
-
-
-def request_prompt(
-    services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, body: ChatRequest
-) -> Prompt:
-    """The prompt of a chat request. Raises ApiError 400 when it cannot fit, or the template refuses it."""
-    messages = [message.as_dict() for message in body.messages]
-    check = context_check(services, request, entry, "messages")
-    check(n_content_chars(messages) // tokenizer.max_token_chars)
-    continues = body.continue_final_message or (body.ends_in_answer and can_continue(tokenizer))
-    begun = messages.pop() if continues else None
-    return chat_prompt(
-        tokenizer,
-        messages,
-        tools=body.offered_tools,
-        options=template_options(services, entry, body.template_options),
-        role_mapping=body.role_mapping,
-        begun=begun,
-        is_open=body.add_generation_prompt is not False or continues,
-        check=check,
-    )
 
 
 def template_options(services: Services, entry: ModelEntry, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -393,8 +367,3 @@ def _room(services: Services, entry: ModelEntry, prompt: Prompt, param: str) -> 
     if len(prompt.tokens) >= most:
         raise errors.ContextLengthError(most, len(prompt.tokens), param)
     return most - len(prompt.tokens)
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A reply whose body is JSON."""
-    return Response(status, render.dumps(value).encode())

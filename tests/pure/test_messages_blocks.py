@@ -7,7 +7,7 @@ import pytest
 from formatkit import model
 
 from mlx_serve.api.anthropic.schema import CountRequest
-from mlx_serve.api.openai.schema import parse
+from mlx_serve.api.body import parse
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlx_serve.api.responses.store import ResponseStore, conversation, input_of
+from mlx_serve.api.response_store import ResponseStore, conversation, input_of
 
 
 class Clock:

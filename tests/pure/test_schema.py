@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlx_serve.api.openai.schema import MAX_N, ChatRequest, CompletionRequest, Defaults, parse, read_object
+from mlx_serve.api.body import Defaults, parse, read_object
+from mlx_serve.api.openai.schema import ChatRequest, CompletionRequest
+from mlx_serve.api.request_fields import MAX_N
 from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.text.grammar import Rule
 from mlx_serve.values import ApiError

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from mlx_serve.api.responses.store import ResponseStore
+from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer
 from tests.sockets import apikit, requiredkeys

@@ -10,10 +10,11 @@ import pytest
 from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
 from mlx_serve import testing
-from mlx_serve.api import cost
+from mlx_serve.api import body as request_body
+from mlx_serve.api import cost, shapes
+from mlx_serve.api.body import Defaults
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.openai import render, schema
-from mlx_serve.api.openai.schema import Defaults
 from mlx_serve.api.responses import asked
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, tokens_of
@@ -267,8 +268,8 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
 
 def test_long_pieces_are_split_into_short_lines(server, monkeypatch):
     # An echo may be as long as the context; one line of a stream may not. A character takes up to six bytes of it.
-    assert 6 * render.MAX_DELTA_CHARS + 4096 < 65_536
-    monkeypatch.setattr(render, "MAX_DELTA_CHARS", 100)
+    assert 6 * shapes.MAX_DELTA_CHARS + 4096 < 65_536
+    monkeypatch.setattr(shapes, "MAX_DELTA_CHARS", 100)
     long = "".join(map(chr, range(0x100, 0x100 + 250)))
     texts = [c["choices"][0]["text"] for c in events(server.complete(long, echo=True, stream=True, max_tokens=2)[2])]
     assert texts == [long[:100], long[100:200], long[200:], long[0], ""]
@@ -525,7 +526,7 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch, pat
         raise AssertionError("parsed")
 
     with serving(max_json_values=1000) as server:
-        monkeypatch.setattr(schema, "read_object", fail)
+        monkeypatch.setattr(request_body, "read_object", fail)
         monkeypatch.setattr(asked, "read_object", fail)
         body = '{"ignored": [' + unit * 1000 + "0]}"
         reply = server.request("POST", f"/v1{path.replace('{id}', 'x')}", body)

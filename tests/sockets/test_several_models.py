@@ -7,7 +7,7 @@ from urllib.parse import quote
 import pytest
 from apikit import ENTRY, serving
 
-from mlx_serve.api.openai.schema import Defaults
+from mlx_serve.api.body import Defaults
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import FakeBackend, FakeTokenizer, render_lines
 

@@ -12,10 +12,9 @@ from typing import Any
 from mlx_serve.api import errors
 from mlx_serve.api.anthropic import render
 from mlx_serve.api.anthropic.schema import CountRequest, MessagesRequest
+from mlx_serve.api.body import parse
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
-from mlx_serve.api.openai.render import dumps
-from mlx_serve.api.openai.schema import parse
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -24,10 +23,10 @@ from mlx_serve.api.serving import (
     constrain,
     context_check,
     find_model,
-    json_response,
     make_jobs,
     template_options,
 )
+from mlx_serve.api.shapes import dumps, json_response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.tokenizer import Tokenizer

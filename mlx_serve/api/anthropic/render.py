@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
-from mlx_serve.api.openai.render import MAX_DELTA_CHARS
+from mlx_serve.api.shapes import MAX_DELTA_CHARS
 from mlx_serve.values import Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 
 Event = dict[str, Any]

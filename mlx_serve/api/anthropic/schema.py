@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 
 from mlx_serve.api.anthropic.blocks import Message, SystemContent, as_chat
+from mlx_serve.api.body import MAX_MESSAGES, MAX_TOOLS, Defaults
 from mlx_serve.api.fields import Float, Model, Object, Stops, Str
-from mlx_serve.api.openai.schema import MAX_MESSAGES, MAX_TOOLS, Defaults
 from mlx_serve.api.scope import CacheSalt
 from mlx_serve.text.grammar import Function, Rule
 from mlx_serve.values import ApiError, Sampling

@@ -6,25 +6,24 @@ chat.completion, chat.completion.chunk and text_completion of https://platform.o
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from mlx_serve.api.shapes import (
+    LOGPROB_OF_ZERO,
+    MAX_DELTA_CHARS,
+    chat_logprobs,
+    dumps,
+    json_logprob,
+    new_call_id,
+    split_text,
+    total_usage,
+)
 from mlx_serve.values import Beat, Delta, Finish, Text, TokenLogprob, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
-
-# one-api reads lines of at most 64 KiB and then ends its reply in silence; a character takes up to 6 bytes as JSON.
-MAX_DELTA_CHARS = 8192
-# What OpenAI sends for a probability of 0, since JSON has no -Infinity.
-LOGPROB_OF_ZERO = -9999.0
-
-
-def dumps(value: Any) -> str:
-    """JSON on one line, and never NaN or Infinity, which are not JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +134,6 @@ def stream(
     if include_usage:
         yield sse.event(dumps(renderer.usage_chunk(total_usage(usages, n_per_prompt))))
     yield sse.DONE
-
-
-def total_usage(usages: Mapping[int, Usage], n_per_prompt: int) -> Usage:
-    """Tokens of all choices, by their index; those that share a prompt count it once."""
-    firsts = [usage for index, usage in usages.items() if index % n_per_prompt == 0]
-    return Usage(
-        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-        completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
-        cached_tokens=sum(usage.cached_tokens for usage in firsts),
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages.values()),
-    )
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -310,27 +298,6 @@ def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, r
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
-def split_text(delta: Text) -> Iterator[Text]:
-    """Pieces short enough for one line of a stream; log-probabilities go with the first."""
-    yield replace(delta, text=delta.text[:MAX_DELTA_CHARS])
-    for i in range(MAX_DELTA_CHARS, len(delta.text), MAX_DELTA_CHARS):
-        yield replace(delta, text=delta.text[i : i + MAX_DELTA_CHARS], logprobs=())
-
-
-def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """A choice's ``logprobs``, of the tokens that are seen."""
-    content = [_token_object(e) | {"top_logprobs": [_token_object(t) for t in e.top]} for e in entries]
-    return {"content": content, "refusal": None}
-
-
-def json_logprob(logprob: float | None) -> float | None:
-    """A log-probability that JSON can say."""
-    if logprob is None:
-        return None
-    # Written so that NaN, which compares as false, takes this way out too.
-    return logprob if logprob > LOGPROB_OF_ZERO else LOGPROB_OF_ZERO
-
-
 def _object(head: Head, kind: str, choices: list[Any]) -> dict[str, Any]:
     return {
         "id": head.id,
@@ -340,10 +307,6 @@ def _object(head: Head, kind: str, choices: list[Any]) -> dict[str, Any]:
         "system_fingerprint": head.fingerprint,
         "choices": choices,
     }
-
-
-def _token_object(entry: TokenLogprob) -> dict[str, Any]:
-    return {"token": entry.token, "logprob": json_logprob(entry.logprob), "bytes": list(entry.raw)}
 
 
 def _top_by_text(entry: TokenLogprob) -> dict[str, float] | None:
@@ -362,5 +325,5 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 def _call_object(name: str, arguments: str) -> dict[str, Any]:
-    call_id = f"call_{secrets.token_hex(12)}"
+    call_id = new_call_id()
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

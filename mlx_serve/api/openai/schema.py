@@ -8,37 +8,16 @@ https://platform.openai.com/docs/api-reference/completions/create; the rest is m
 
 from __future__ import annotations
 
-import codecs
-import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    FailFast,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AliasChoices, BeforeValidator, FailFast, Field, ValidationInfo, model_validator
 
-from mlx_serve.api.cost import parsing
+from mlx_serve.api.body import MAX_MESSAGES, MAX_TOOLS
 from mlx_serve.api.fields import (
     MAX_TOP_LOGPROBS,
-    AllowedIds,
-    ContextSize,
-    Float,
-    LogitBias,
     Model,
     Pairs,
     Prompts,
-    RepetitionPenalty,
-    Seed,
-    StopIds,
-    Stops,
     Str,
     TemplateOptions,
     TextLogprobs,
@@ -47,30 +26,9 @@ from mlx_serve.api.fields import (
     refuse,
 )
 from mlx_serve.api.openai import tools as tool_fields
-from mlx_serve.api.scope import CacheSalt
-from mlx_serve.api.structured import Structured
+from mlx_serve.api.request_fields import MAX_N, Effort, Request, effort_options
 from mlx_serve.text.grammar import Function
-from mlx_serve.values import ApiError, Sampling
-
-MAX_N = 128
-MAX_MESSAGES = 16_384
-MAX_TOOLS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """What a request gets when it does not say: the command line's sampling flags, and a model's own defaults."""
-
-    # None: as many as the context leaves room for.
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    n_draft_tokens: int = 3
+from mlx_serve.values import ApiError
 
 
 class _CalledFunction(Model):
@@ -133,125 +91,6 @@ class Message(Model):
 
 
 _NEW_NAMES = {"developer": "system", "function": "tool"}
-
-
-class _StreamOptions(Model):
-    include_usage: bool = False
-
-
-# vLLM's fields that change the answer or its form and are not served, with the values that ask for nothing.
-_NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (False,),
-    "bad_words": ([],),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "logits_processors": ([],),
-    "prompt_logprobs": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-
-
-class Request(Structured):
-    """The fields that OpenAI's endpoints share."""
-
-    model: Str | None = None
-    stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stop: Stops = Field(default_factory=list)
-    temperature: Annotated[Float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
-    xtc_probability: Annotated[Float, Field(ge=0, le=1)] = 0.0
-    xtc_threshold: Annotated[Float, Field(ge=0, le=1)] = 0.1
-    repetition_penalty: RepetitionPenalty | None = None
-    repetition_context_size: ContextSize = 20
-    presence_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
-    presence_context_size: ContextSize | None = None
-    frequency_penalty: Annotated[Float, Field(ge=-2, le=2)] | None = None
-    frequency_context_size: ContextSize | None = None
-    logit_bias: LogitBias = Field(default_factory=dict)
-    seed: Seed | None = None
-    # vLLM's; of the priorities the smaller is earlier.
-    min_tokens: Annotated[int, Field(ge=0)] = 0
-    ignore_eos: bool = False
-    stop_token_ids: StopIds = Field(default_factory=list)
-    allowed_token_ids: AllowedIds = None
-    include_stop_str_in_output: bool = False
-    priority: int = 0
-    cache_salt: CacheSalt | None = None
-    user: Str | None = None
-    # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
-    draft_model: Str | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
-    adapters: Str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_not_served(cls, value: Any) -> Any:
-        given = value if isinstance(value, dict) else {}
-        for name in sorted(_NOT_SERVED.keys() & given.keys() - cls.model_fields.keys()):
-            if given[name] is not None and given[name] not in _NOT_SERVED[name]:
-                raise ApiError(400, f"This server does not serve '{name}'.", param=name)
-        return value
-
-    @model_validator(mode="after")
-    def _check_allowed_ids(self) -> Request:
-        # Together they could leave no token at all.
-        if self.allowed_token_ids is not None and (self.min_tokens or self.ignore_eos):
-            text = "'allowed_token_ids' cannot be combined with 'min_tokens' or 'ignore_eos'."
-            raise ApiError(400, text, param="allowed_token_ids")
-        return self
-
-    def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
-        """How tokens are chosen; what the request leaves out comes from ``defaults``."""
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=_or(self.temperature, defaults.temperature),
-            top_p=_or(self.top_p, defaults.top_p),
-            top_k=max(_or(self.top_k, defaults.top_k), 0),
-            min_p=_or(self.min_p, defaults.min_p),
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
-            repetition_context_size=self.repetition_context_size,
-            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
-            presence_context_size=self.presence_context_size,
-            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
-            frequency_context_size=self.frequency_context_size,
-            logit_bias=tuple(self.logit_bias.items()),
-            seed=self.seed,
-            n_draft_tokens=_or(self.num_draft_tokens, defaults.n_draft_tokens),
-            top_logprobs=top_logprobs,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=tuple(self.stop_token_ids),
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-        )
-
-
-T = TypeVar("T")
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
-
-
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-
-def effort_options(effort: Effort | None) -> dict[str, Any]:
-    """A reasoning effort for the chat template. Templates know the efforts by name, but not the absence of any."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 # Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
@@ -432,71 +271,3 @@ class CompletionRequest(Request):
     def needed_logprobs(self) -> int | None:
         """As ``wanted_logprobs``, but for those too that choose the best answers."""
         return 0 if self.n_samples > self.n else self.wanted_logprobs
-
-
-R = TypeVar("R", bound=Model)
-
-
-def parse(kind: type[R], body: bytes) -> R:
-    """The request that ``body`` holds. Raises ApiError 400."""
-    with parsing(body):
-        return validated(kind, read_object(body))
-
-
-def validated(kind: type[R], value: dict[str, Any]) -> R:
-    """The request that a JSON object is. Raises ApiError 400."""
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise _as_api_error(error) from None
-    except RecursionError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
-
-
-def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that ``body`` holds. Raises ApiError 400 that says where it goes wrong (RFC 8259)."""
-    try:
-        # A byte order mark may be ignored (RFC 8259, 8.1); .NET's and PowerShell's writers put one in front.
-        value = json.loads(body.removeprefix(codecs.BOM_UTF8).decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"The request body is not UTF-8: bad byte at position {error.start}.") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ApiError(400, f"The request body is not valid JSON: {error.msg} at {where}.") from None
-    except RecursionError:
-        raise ApiError(400, "The request body is nested too deeply.") from None
-    except ValueError as error:  # NaN and Infinity; integers of thousands of digits
-        raise ApiError(400, f"The request body is not valid JSON: {_number_fault(error)}.") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "The request body must be a JSON object.")
-    return value
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _number_fault(error: ValueError) -> str:
-    text = str(error)
-    return f"{text} is not a JSON number" if text in ("NaN", "Infinity", "-Infinity") else "a number is too long"
-
-
-def _as_api_error(error: ValidationError) -> ApiError:
-    """The first fault, in OpenAI's words where there are some."""
-    fault = error.errors(include_url=False, include_input=False)[0]
-    param = _param(fault["loc"])
-    if fault["type"] == "missing":
-        return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
-    code = "invalid_type" if fault["type"].endswith("_type") else None
-    return ApiError(400, f"Invalid value for '{param}': {fault['msg']}", param=param, code=code)
-
-
-def _param(loc: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") as messages[0].role; what pydantic calls a union's branch ("list[str]") is left out."""
-    out = ""
-    for part in loc:
-        if isinstance(part, int):
-            out += f"[{part}]"
-        elif re.fullmatch(r"[a-z_]+", part):
-            out += f".{part}" if out else part
-    return out

@@ -12,12 +12,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from mlx_serve.api.body import read_object, validated
 from mlx_serve.api.cost import n_values, parsing
-from mlx_serve.api.openai.render import dumps
-from mlx_serve.api.openai.schema import read_object, validated
+from mlx_serve.api.response_store import ResponseStore, Turn, conversation
 from mlx_serve.api.responses.items import Item, Other, Reference, as_list, listed
 from mlx_serve.api.responses.schema import ResponseRequest
-from mlx_serve.api.responses.store import ResponseStore, Turn, conversation
+from mlx_serve.api.shapes import dumps
 from mlx_serve.values import ApiError
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)

@@ -8,12 +8,12 @@ from urllib.parse import parse_qs
 
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import OutputOptions
+from mlx_serve.api.response_store import Turn, input_of
 from mlx_serve.api.responses import history
 from mlx_serve.api.responses.asked import Asked, keeper, read
 from mlx_serve.api.responses.compaction import MAX_TOKENS, REQUEST, CompactionWriter
 from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
 from mlx_serve.api.responses.schema import ResponseRequest
-from mlx_serve.api.responses.store import Turn, input_of
 from mlx_serve.api.responses.truncation import truncated
 from mlx_serve.api.serving import (
     Reply,
@@ -25,10 +25,10 @@ from mlx_serve.api.serving import (
     context_tokens,
     defaults_of,
     find_model,
-    json_response,
     make_jobs,
     template_options,
 )
+from mlx_serve.api.shapes import json_response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.text.prompt import chat_text
 from mlx_serve.text.tokenizer import Tokenizer

@@ -6,14 +6,13 @@ https://platform.openai.com/docs/api-reference/responses-streaming
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
-from mlx_serve.api.openai.render import chat_logprobs
 from mlx_serve.api.responses.freetext import FreeText
 from mlx_serve.api.responses.items import new_id, seal
+from mlx_serve.api.shapes import chat_logprobs, new_call_id
 from mlx_serve.values import TokenLogprob
 
 Event: TypeAlias = dict[str, Any]
@@ -157,7 +156,7 @@ class CallItem(OutputItem):
 
     def __init__(self, index: int, name: str, namespace: str | None) -> None:
         super().__init__(index)
-        self._call_id = f"call_{secrets.token_hex(12)}"
+        self._call_id = new_call_id()
         self._name = name
         self._namespace = namespace
 

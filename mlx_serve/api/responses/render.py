@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api.openai.render import dumps
-from mlx_serve.api.openai.schema import Defaults
+from mlx_serve.api.body import Defaults
 from mlx_serve.api.responses.items import new_id
 from mlx_serve.api.responses.outputs import (
     CustomCallItem,
@@ -21,6 +20,7 @@ from mlx_serve.api.responses.outputs import (
 )
 from mlx_serve.api.responses.schema import ENCRYPTED, ResponseRequest
 from mlx_serve.api.responses.tools import Offer
+from mlx_serve.api.shapes import dumps
 from mlx_serve.values import ApiError, Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, FailFast, Field, model_validator
 
+from mlx_serve.api.body import MAX_TOOLS
 from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, TopLogprobs, refuse
-from mlx_serve.api.openai.schema import MAX_TOOLS, Effort, Request, effort_options
+from mlx_serve.api.request_fields import Effort, Request, effort_options
 from mlx_serve.api.responses.items import Items
 from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
 from mlx_serve.text.grammar import Function, Rule

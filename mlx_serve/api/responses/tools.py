@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag
 
+from mlx_serve.api.body import MAX_TOOLS
 from mlx_serve.api.fields import Model, Str, fault
-from mlx_serve.api.openai.schema import MAX_TOOLS
 from mlx_serve.text.grammar import Function, Rule
 from mlx_serve.values import ApiError
 

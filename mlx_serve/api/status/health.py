@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_serve.api.serving import Services, json_response
+from mlx_serve.api.serving import Services
+from mlx_serve.api.shapes import json_response
 from mlx_serve.api.status import prometheus, stats
 from mlx_serve.engine.schedule.scheduler import Health
 from mlx_serve.values import RawRequest, Response

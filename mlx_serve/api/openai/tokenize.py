@@ -10,17 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import FailFast, Field
 
+from mlx_serve.api.body import parse, read_object, validated
 from mlx_serve.api.cost import length_check, parsing
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
-from mlx_serve.api.openai.schema import ChatRequest, parse, read_object, validated
-from mlx_serve.api.serving import (
-    Services,
-    context_tokens,
-    find_model,
-    json_response,
-    request_prompt,
-)
+from mlx_serve.api.openai.prompt import request_prompt
+from mlx_serve.api.openai.schema import ChatRequest
+from mlx_serve.api.serving import Services, context_tokens, find_model
+from mlx_serve.api.shapes import json_response
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.text.guard import Guard
