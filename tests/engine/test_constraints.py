@@ -154,6 +154,27 @@ def test_a_call_leaves_the_grammar(vocabulary, before):
     assert not c.fault
 
 
+@pytest.mark.parametrize("before", [[], [5, 6]])
+def test_a_call_that_ends_the_output_leaves_the_reasoning(vocabulary, before):
+    # gpt-oss ends a call with an end token: it is out of reach while reasoning, unless it is an exit.
+    c = constraint(vocabulary, gate=Gate(waiting=True, until=(UNTHINK,), exits=(END,)), min_tokens=9)
+    take(c, before)
+    assert allowed(c) == set(range(WIDTH)) - {PAD}
+    take(c, [END])
+    assert allowed(c) == set(range(WIDTH)) - ENDS
+    take(c, [5, UNTHINK])
+    # The end of a thought means nothing any more.
+    assert ord("z") in allowed(c)
+    assert not c.fault
+
+
+def test_an_exit_while_reasoning_leaves_the_grammar_for_good(vocabulary):
+    c = constraint(vocabulary, gate=Gate(waiting=True, until=(UNTHINK,), exits=(CALL,)))
+    take(c, [5, CALL, 7, UNTHINK, ord("z")])
+    assert allowed(c) is None
+    assert not c.fault
+
+
 def test_a_restart_goes_back_to_the_beginning(vocabulary):
     c = constraint(vocabulary, gate=BEHIND)
     take(c, [UNTHINK, ord("a"), END])

@@ -15,6 +15,7 @@ from mlx_lm.utils import load_tokenizer
 from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 from benchmarks.structured import random_schema
+from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import constraints
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.grammars import Vocabulary
@@ -22,7 +23,7 @@ from mlx_serve.engine.generate.sampling import make_processors
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
-from mlx_serve.values import ApiError, Failed, Gate, Grammar, Job, Prompt, Sampling, Started, TokenEvent
+from mlx_serve.values import ApiError, Failed, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started, TokenEvent
 
 GAP_S = 0.2
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]
@@ -249,6 +250,38 @@ def test_ids_outside_of_the_vocabulary_never_reach_mlx(model, make, prompt, samp
     with pytest.raises(ApiError) as caught:
         make(model).insert(job(prompt, **sampling))
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_penalties_do_right_by_a_prompt_of_one_token(model, make):
+    backend = make(model)
+    a = job([7], 8, presence_penalty=100.0)
+    backend.insert(a)
+    found = tokens(run(backend, [a])[0])
+    assert found[0] == offline(model, [7])[0]
+    # No token comes twice.
+    assert len(set(found)) == len(found) == 8
+
+
+def test_a_batch_is_charged_its_longest_sequence_for_each_of_them(model):
+    size = measure([model])
+    backend = BatchBackend(replace(loaded(model), kv_size=size), BatchOptions())
+    short, long = job([1] * 10, 20), job([1] * 1000, 500)
+    assert size.bytes(1500) > size.bytes(30) > 0
+    assert backend.kv_bytes([]) == 0
+    assert backend.kv_bytes([short]) == size.bytes(30)
+    assert backend.kv_bytes([short, long, short]) == 3 * size.bytes(1500)
+    embedding = job([1] * 2000, 0)
+    embedding.inputs = Inputs((embedding.prompt.tokens,))
+    # Of what is embedded, one is there at a time, and has no output.
+    assert backend.kv_bytes([embedding, embedding]) == size.bytes(2000)
+    assert backend.kv_bytes([short, long, embedding]) == 2 * size.bytes(1500) + size.bytes(2000)
+
+
+def test_jobs_that_run_one_by_one_are_charged_their_sum(model):
+    size = measure([model])
+    backend = SingleBackend(replace(loaded(model), kv_size=size), SingleOptions())
+    assert backend.kv_bytes([job([1] * 10, 20), job([1] * 1000, 500)]) == size.bytes(30) + size.bytes(1500)
 
 
 def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():

@@ -8,8 +8,9 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from mlx import nn
 from test_trial import ARCHITECTURES, greedy
-from tinymodel import CONFIG, EOS, GEMMA, tiny, tiny_gemma, tokens_of, write_model
+from tinymodel import CONFIG, EOS, GEMMA, VOCAB_SIZE, tiny, tiny_gemma, tiny_llama, tokens_of, write_model
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
@@ -20,6 +21,7 @@ from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.load_errors import LoadError, loading
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.models.store import ModelStore, locate
+from mlx_serve.engine.models.weights import id_bound
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
@@ -147,6 +149,46 @@ def test_an_end_token_that_is_no_token_is_a_load_error(root, ids):
     (root / "one" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     with pytest.raises(LoadError, match="eos_token_id"):
         store.check(catalog.find("one"))
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_a_load_error(root):
+    # The model's own code reads the first one, the catalog the second.
+    config = CONFIG | {"text_config": {"vocab_size": 300}}
+    (root / "one" / "config.json").write_text(json.dumps(config))
+    _, store = store_of(root)
+    with pytest.raises(ApiError) as caught:
+        opened(store, "one")
+    assert "has 260 rows for a vocab_size of 300" in str(caught.value.__cause__)
+
+
+def test_a_smaller_vocabulary_than_the_embedding_s_is_the_bound(root):
+    (root / "one" / "config.json").write_text(json.dumps(CONFIG | {"text_config": {"vocab_size": 250}}))
+    _, store = store_of(root)
+    backend = opened(store, "one")
+    with pytest.raises(ApiError, match="0 to 249"):
+        backend.insert(Job("one", Prompt((250,)), Sampling(1), 0, SimpleQueue()))
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_cut(is_quantized):
+    model = tiny_llama(vocab_size=200)
+    if is_quantized:
+        nn.quantize(model, group_size=32)
+    assert id_bound(model, None, None, VOCAB_SIZE) == 200
+    assert id_bound(model, None, None, 150) == 150
+    assert id_bound(model, None, 200, VOCAB_SIZE) == 200
+    with pytest.raises(LoadError, match="200 rows"):
+        id_bound(model, Path("m"), 201, VOCAB_SIZE)
+
+
+def test_an_embedding_of_an_unknown_name_is_believed():
+    class Unknown(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.names = nn.Embedding(5, 4)
+
+    assert id_bound(Unknown(), None, 10, 20) == 10
+    assert id_bound(Unknown(), None, None, 20) == 20
 
 
 # What a client's arguments and messages make of a template: numbers that do not divide, or overflow, or exceed memory.

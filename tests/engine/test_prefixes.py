@@ -154,6 +154,41 @@ def test_what_a_cancelled_job_computed_is_kept(model):
     assert seen.cached[second] == len(SYSTEM)
 
 
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_penalties_count_the_tokens_of_a_reused_prefix(model, make):
+    prompt, penalty = [*SYSTEM, 9], {"repetition_penalty": 3.0, "repetition_context_size": 200}
+
+    def answer(*before, **sampling):
+        seen = Seen(make(model))
+        for one in before:
+            seen.run(one)
+        last = job(prompt, 12, **sampling)
+        return seen.run(last)[0], seen.cached[last]
+
+    want, n_cached = answer(**penalty)
+    assert n_cached == 0
+    assert answer(job(SYSTEM), **penalty) == (want, len(SYSTEM))
+    # They look so far back that it is felt.
+    assert want not in (answer()[0], answer(**(penalty | {"repetition_context_size": 12}))[0])
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 2])
+def test_a_cancelled_scoring_job_runs_no_further(model, n_steps):
+    seen = Seen(batch_of(model))
+    scored, other = job(SYSTEM, 3, prompt_logprobs=1), job([1, 2, 3], 6)
+    seen.backend.insert(scored)
+    seen.backend.insert(other)
+    for _ in range(n_steps):
+        seen.step(StepPlan(16))
+    assert scored not in seen.scores
+    seen.backend.remove([scored])
+    while len(seen.tokens.get(other, ())) < 6:
+        assert scored not in seen.step(StepPlan(200))
+    assert scored not in seen.cached
+    assert scored not in seen.tokens
+    assert seen.tokens[other] == fresh(batch_of, model, [1, 2, 3])
+
+
 WINDOWED = {"gemma": tiny_gemma, "lfm2": tiny_lfm2}
 
 
@@ -489,6 +524,23 @@ def test_a_cache_that_is_not_as_long_as_its_tokens_is_not_kept(caplog):
     cache.store(ids(A, B), counted([*A, *B]))
     assert (len(cache), cache._tier.saved) == (1, [[*A, *B]])
     assert "does not hold the 40 tokens" in caplog.text
+
+
+def test_what_is_kept_of_a_batch_does_not_keep_the_batch_in_memory():
+    n_rows = 64
+    numbers = mx.random.uniform(shape=(n_rows, 4, 256, 16))
+    mx.eval(numbers)
+    batch_bytes = numbers.nbytes
+    before = mx.get_active_memory()
+    layer = KVCache()
+    layer.keys = layer.values = mx.contiguous(numbers[1:2, :, :200])
+    layer.offset = 200
+    cache = PrefixCache(10, None)
+    cache.store(as_ids(range(200)), [layer])
+    del numbers
+    assert len(cache) == 1
+    # What was kept is a row, and the rest is given back.
+    assert before - mx.get_active_memory() >= batch_bytes * (n_rows - 2) // n_rows
 
 
 def test_a_cache_that_has_changed_its_length_is_not_lent():

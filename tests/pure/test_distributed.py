@@ -233,6 +233,46 @@ def test_the_follower_does_what_the_leader_does():
     assert there.n_decoding == 0
 
 
+def numbers(joined, backend):
+    """Jobs that each side knows by number: the leader's, and those of both of the follower's tables."""
+    part = joined._follower._parts["m"]
+    return len(backend._numbers), len(part._jobs), len(part._numbers)
+
+
+def until_stopped(joined):
+    """Wait until the follower has done what it was told, before it closes its backends."""
+    reached, go_on = Event(), Event()
+    close = joined.there.parts["m"].close
+
+    def wait():
+        reached.set()
+        assert go_on.wait(DEADLINE_S)
+        close()
+
+    joined.there.parts["m"].close = wait
+    joined.ranks.post(["stop"])
+    assert reached.wait(DEADLINE_S)
+    return go_on
+
+
+@pytest.mark.parametrize("end", ["stop", "cancel"])
+def test_both_sides_forget_the_jobs_that_have_ended(end):
+    joined = Joined()
+    backend = joined.open("m")
+    joined.there_is("m")
+    gone, stays = job("x"), job("y" * 9)
+    backend.insert(gone)
+    backend.insert(stays)
+    for _ in range(2 if end == "stop" else 1):
+        backend.step(0.1)
+    if end == "cancel":
+        backend.remove([gone])
+    go_on = until_stopped(joined)
+    assert numbers(joined, backend) == (1, 1, 1)
+    go_on.set()
+    joined.join()
+
+
 def test_a_job_that_is_refused_is_refused_on_all_ranks_and_forgotten():
     joined = Joined()
     backend = joined.open("m")

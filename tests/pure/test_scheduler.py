@@ -664,6 +664,71 @@ def test_kept_prefixes_yield_to_jobs_and_are_bounded():
     assert backend.cache_bytes <= 5
 
 
+class Noting(Keeping):
+    """Notes what is kept while a job comes in."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.kept_at_insert = []
+
+    def insert(self, a_job):
+        self.kept_at_insert.append(self.cache_bytes)
+        super().insert(a_job)
+
+
+def test_kept_prefixes_have_yielded_when_a_job_comes_in():
+    scheduler, opened = make(kv_limit=30, backend=Noting)
+    scheduler.load("m")
+    backend = opened[0][1]
+    backend.cache_bytes = 30
+    fits, larger = job("a", max_tokens=9), job("a", max_tokens=24)
+    for one in (fits, larger):
+        scheduler.submit([one])
+        run(scheduler)
+    # Beside 10 and 25 bytes that the jobs can come to; the first one leaves 10 more.
+    assert backend.kept_at_insert == [20, 5]
+
+
+def test_kept_prefixes_that_leave_room_stay():
+    scheduler, opened = make(kv_limit=30, backend=Noting)
+    scheduler.load("m")
+    opened[0][1].cache_bytes = 20
+    scheduler.submit([job("a", max_tokens=9)])
+    scheduler.step()
+    assert opened[0][1].kept_at_insert == [20]
+
+
+def test_the_prefixes_of_the_model_used_longest_ago_go_first():
+    scheduler, opened = make(kv_limit=30, backend=Keeping, max_loaded=2)
+    for name in ("m1", "m2", "m1"):
+        scheduler.submit([job("a", model=name, max_tokens=1)])
+        run(scheduler)
+    kept = dict(opened)
+    kept["m1"].cache_bytes, kept["m2"].cache_bytes = 10, 15
+    # With room for 20 bytes beside it.
+    scheduler.submit([job("a", model="m1", max_tokens=9)])
+    scheduler.step()
+    assert {name: backend.cache_bytes for name, backend in kept.items()} == {"m1": 20, "m2": 0}
+
+
+def test_prefixes_go_after_a_failed_step():
+    class Forgetting(Keeping, Failing):
+        pass
+
+    scheduler, opened = make(kv_limit=30, backend=Forgetting, max_loaded=2)
+    for name in ("m1", "m2"):
+        scheduler.submit([job("a", model=name, max_tokens=1)])
+        run(scheduler)
+    (_, failed), (_, other) = opened
+    failed.bad = True
+    scheduler.submit([job("a", model="m1", max_tokens=1)])
+    with pytest.raises(RuntimeError):
+        run(scheduler)
+    assert failed.cache_bytes == 20
+    scheduler.recover(ApiError(500, "failed"))
+    assert (failed.cache_bytes, other.cache_bytes) == (0, 10)
+
+
 # Order and time
 
 

@@ -233,7 +233,8 @@ class SingleBackend(LoadedBackend):
 
     def _generate(self, running: _Running) -> Iterator[int]:
         sampling = running.choice.job.sampling
-        prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1])
+        # The type is named, or a prompt of one token would have floats before it.
+        prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)
         options: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
             "sampler": running.choice.sampler,

@@ -40,7 +40,7 @@ from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.model_directory import check_files, read_object
 from mlx_serve.engine.models.sharding import Sharding
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
-from mlx_serve.engine.models.weights import files_bytes, held_bytes, read_weights
+from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.values import Progress
 
@@ -234,10 +234,13 @@ class ModelStore:
 
     def _ready(self, entry: ModelEntry, model: Any, draft_model: Any) -> Loaded:
         tokenizer, vocabulary = self._tokenizer(entry)
+        vocab_size = id_bound(model, entry.path, entry.vocab_size, tokenizer.n_tokens)
+        if draft_model is not None:
+            id_bound(draft_model, self._draft_path, vocab_size, tokenizer.n_tokens)
         trimmable, alone = self._tried(entry, model, draft_model)
         return Loaded(
             model=model,
-            vocab_size=entry.vocab_size or tokenizer.n_tokens,
+            vocab_size=vocab_size,
             eos_ids=tokenizer.eos_ids,
             # As mlx_lm.server has it: XTC never drops a line end or the end of the text.
             kept_by_xtc=tuple(sorted({*tokenizer.encode("\n", special=False), *tokenizer.eos_ids})),

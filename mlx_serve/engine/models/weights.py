@@ -7,10 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx.utils import tree_flatten
+
+from mlx_serve.engine.load_errors import LoadError
 
 # Read in slices of about so many bytes, so that other models' streams go on between them.
 _SLICE_BYTES = 256 * 2**20
+# What mlx-lm's models call the embedding of tokens.
+_EMBEDDINGS = frozenset(
+    [
+        "embed_tokens",
+        "embed_in",
+        "embedding",
+        "embeddings",
+        "token_embeddings",
+        "tok_embeddings",
+        "word_embeddings",
+        "wte",
+    ]
+)
 
 
 def files_bytes(path: Path) -> int:
@@ -21,6 +37,27 @@ def files_bytes(path: Path) -> int:
 def held_bytes(model: Any) -> int:
     """Of the weights that this process holds of a model."""
     return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
+
+
+def id_bound(model: Any, path: Path | None, vocab_size: int | None, n_tokens: int) -> int:
+    """The bound of token ids: ``vocab_size`` of config.json, else the tokenizer's, as far as the embedding has rows.
+
+    Raises LoadError when the embedding has fewer rows than ``vocab_size``. MLX does not check indices: an id past the
+    last row ends the process.
+    """
+    n_rows = _embedding_rows(model)
+    if vocab_size is None:
+        return n_tokens if n_rows is None else min(n_tokens, n_rows)
+    if n_rows is not None and n_rows < vocab_size:
+        raise LoadError(f"the embedding of {path} has {n_rows} rows for a vocab_size of {vocab_size}")
+    return vocab_size
+
+
+def _embedding_rows(model: Any) -> int | None:
+    """None: the model has no embedding of a known name and kind."""
+    modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in _EMBEDDINGS]
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    return max((module.weight.shape[0] for module in modules if isinstance(module, kinds)), default=None)
 
 
 def read_weights(model: Any) -> Generator[int, None, None]:

@@ -1,0 +1,411 @@
+"""Random jobs that share a backend, each compared with the same job alone. What counts: no token differs.
+
+python -m tests.engine.fuzz --seconds 600 --seed 1
+python -m tests.engine.fuzz --kind windows --sessions 1 --seed 17    # a session that failed, again
+
+Jobs join and are cancelled between steps, have prompts that begin alike, are sampled with seeds, penalties and biases,
+and come several at a time with one prompt (``n``). The kinds differ in their caches: plain ones, sliding windows,
+recurrent states, lists of caches, and what runs one job at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+if __name__ == "__main__":
+    from mlx_serve import blas
+
+    # Before anything imports MLX.
+    blas.preload_openblas()
+sys.path.insert(0, str(Path(__file__).parent))
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from tinymodel import VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+
+from mlx_serve.engine.cache.kinds import always_trims
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.prefill_budget import StepPlan
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.token_choice import make_choice
+from mlx_serve.values import Failed, Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+
+MAMBA = {
+    "model_type": "mamba",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "state_size": 8,
+    "num_hidden_layers": 2,
+    "conv_kernel": 4,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": "auto",
+}
+# A list of two KV caches in each layer.
+LONGCAT = {
+    "model_type": "longcat_flash",
+    "attention_method": "MLA",
+    "zero_expert_type": "identity",
+    "attention_bias": False,
+    "hidden_size": 48,
+    "ffn_hidden_size": 64,
+    "moe_topk": 2,
+    "expert_ffn_hidden_size": 16,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "num_layers": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 512,
+    "num_attention_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
+# A list of a recurrent state and a KV cache in each layer.
+FALCON = {
+    "model_type": "falcon_h1",
+    "hidden_size": 32,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "embedding_multiplier": 1.0,
+    "lm_head_multiplier": 1.0,
+}
+# A list of a recurrent state and a sliding window in one layer, of a recurrent state and a KV cache in the other.
+BAICHUAN = {
+    "model_type": "baichuan_m1",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_theta": 10000.0,
+    "sliding_window": 16,
+    "sliding_window_layers": [0],
+    "conv_window": 2,
+    "rms_norm_eps": 1e-5,
+}
+# Opens a turn: where it stands, caches that cannot be cut back are kept.
+TURN = 251
+# Two tokens nearer than this in their scores are a tie: a batch rounds differently.
+NOISE = 1e-3
+LOGPROB_TOLERANCE = 1e-2
+MAX_STEPS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model, and how its jobs run."""
+
+    model: Callable[[], Any]
+    single: SingleOptions | None = None
+    draft: Callable[[], Any] | None = None
+
+
+KINDS = {
+    "plain": Kind(tiny_llama),
+    "windows": Kind(tiny_gemma),
+    "recurrent": Kind(lambda: tiny(MAMBA)),
+    "mixed": Kind(tiny_lfm2),
+    "lists": Kind(lambda: tiny(LONGCAT)),
+    "recurrent lists": Kind(lambda: tiny(FALCON)),
+    "window lists": Kind(lambda: tiny(BAICHUAN)),
+    "plain, one by one": Kind(tiny_llama, SingleOptions()),
+    "windows, one by one": Kind(tiny_gemma, SingleOptions()),
+    "recurrent, one by one": Kind(lambda: tiny(MAMBA), SingleOptions()),
+    "drafts": Kind(tiny_llama, SingleOptions(), lambda: tiny_llama(seed=3)),
+}
+
+
+@cache
+def _model(make: Callable[[], Any]) -> Any:
+    return make()
+
+
+def backend_of(kind: Kind, rng: random.Random | None = None) -> BatchBackend | SingleBackend:
+    """A backend that has seen nothing. ``rng`` varies how much it keeps and how much it does at once."""
+    model = _model(kind.model)
+    draft = _model(kind.draft) if kind.draft is not None else None
+    max_sequences = rng.choice([0, 2, 6, 20]) if rng else 0
+    whole = replace(
+        loaded(model, max_sequences=max_sequences, draft_model=draft),
+        trimmable=always_trims(make_prompt_cache(model)),
+        control_ids=frozenset([TURN]),
+    )
+    if kind.single is not None:
+        return SingleBackend(whole, kind.single)
+    return BatchBackend(whole, BatchOptions(prompt_concurrency=rng.choice([1, 2, 8]) if rng else 8))
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a job."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    error: str = ""
+    is_cancelled: bool = False
+    is_done: bool = False
+
+    def note(self, event: Any) -> None:
+        if isinstance(event, Failed):
+            self.error, self.is_done = event.error.message, True
+        elif isinstance(event, PromptLogprobs):
+            self.scores = [logprob for logprob, _ in event.logprobs]
+            self.is_done = event.is_last
+        elif isinstance(event, TokenEvent):
+            self.tokens.append(event.token)
+            if event.logprob is not None:
+                self.logprobs.append(event.logprob)
+            self.is_done = event.finish is not None
+
+
+class Session:
+    """Some requests on one backend, at random."""
+
+    def __init__(self, kind: Kind, rng: random.Random, n_requests: int) -> None:
+        self._rng = rng
+        self._backend = backend_of(kind, rng)
+        self._stems = [_tokens(rng, rng.randrange(20, 150)) for _ in range(3)]
+        self._waiting: list[Job] = []
+        self._n_requests = n_requests
+        self._running: set[Job] = set()
+        self.results: dict[Job, Result] = {}
+        self.max_cached = 0
+
+    def run(self) -> None:
+        """Until all requests have ended."""
+        for _ in range(MAX_STEPS):
+            if not (self._n_requests or self._waiting or self._running):
+                return
+            self._step()
+        raise AssertionError("the jobs come to no end")
+
+    def _step(self) -> None:
+        rng = self._rng
+        if self._n_requests and rng.random() < 0.3:
+            self._n_requests -= 1
+            self._waiting += self._request()
+        while self._waiting and len(self._running) < min(self._backend.capacity, 12):
+            self._insert(self._waiting.pop(0))
+        if self._running and rng.random() < 0.04:
+            self._cancel(rng.sample(sorted(self._running, key=list(self.results).index), 1))
+        if rng.random() < 0.02:
+            self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]))
+        if self._running:
+            plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), decodes=rng.random() < 0.8)
+            for job, event in self._backend.run_step(plan):
+                self._note(job, event)
+
+    def _note(self, job: Job, event: Any) -> None:
+        if isinstance(event, Started):
+            self.max_cached = max(self.max_cached, event.cached_tokens)
+        self.results[job].note(event)
+        if self.results[job].is_done:
+            self._running.discard(job)
+
+    def _insert(self, job: Job) -> None:
+        self._backend.insert(job)
+        self._running.add(job)
+        self.results[job] = Result()
+
+    def _cancel(self, jobs: Sequence[Job]) -> None:
+        self._backend.remove(jobs)
+        for job in jobs:
+            self.results[job].is_cancelled = True
+            self._running.discard(job)
+
+    def _request(self) -> list[Job]:
+        rng = self._rng
+        prompt, sampling = tuple(self._prompt()), self._sampling()
+        scope = rng.choice(["", "", "other"])
+        n = rng.choice([1, 1, 1, 2, 4])
+        samples = [replace(sampling, seed=None if sampling.seed is None else sampling.seed + i) for i in range(n)]
+        return [Job("m", Prompt(prompt), one, i, SimpleQueue(), scope=scope) for i, one in enumerate(samples)]
+
+    def _prompt(self) -> list[int]:
+        rng = self._rng
+        if self.results and rng.random() < 0.4:
+            # The next turn of a conversation, or the same request again.
+            job = rng.choice(list(self.results))
+            turn = [*job.prompt.tokens, *self.results[job].tokens]
+            return turn[: rng.randrange(1, len(turn) + 1)] + _tokens(rng, rng.randrange(8)) if len(turn) > 1 else turn
+        stem = rng.choice(self._stems)
+        opening = [TURN] if rng.random() < 0.5 else []
+        return stem[: rng.randrange(len(stem))] + _tokens(rng, rng.randrange(1, 30)) + opening
+
+    def _sampling(self) -> Sampling:
+        """Of few kinds of numbers, so that each occurs often."""
+        rng = self._rng
+        options: dict[str, Any] = {}
+        if rng.random() < 0.6:
+            options |= {"temperature": rng.choice([0.5, 1.0, 1.5]), "seed": rng.randrange(2**40)}
+            options |= self._some(top_p=[0.5, 0.9], top_k=[1, 5, 40], min_p=[0.01, 0.2])
+            if rng.random() < 0.2:
+                options |= {"xtc_probability": rng.choice([0.5, 1.0]), "xtc_threshold": 0.05}
+        options |= self._some(
+            repetition_penalty=[1.3, 2.0],
+            repetition_context_size=[0, 5, 200],
+            presence_penalty=[1.0, -1.0],
+            frequency_penalty=[0.5, 2.0],
+            frequency_context_size=[4],
+            logit_bias=[((7, 3.0), (9, -100.0))],
+            min_tokens=[4],
+            stop_token_ids=[(3, 5, 8)],
+            top_logprobs=[0, 3],
+            prompt_logprobs=[0],
+            n_draft_tokens=[1, 5],
+        )
+        return Sampling(rng.choice([1, 2, 8, 24]), **options)
+
+    def _some(self, **values: Sequence[Any]) -> dict[str, Any]:
+        rng = self._rng
+        return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.15}
+
+
+def _tokens(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(250) for _ in range(n)]
+
+
+def alone(kind: Kind, job: Job) -> Result:
+    """What the job gives on a backend that has seen nothing and runs nothing else."""
+    backend, result = backend_of(kind), Result()
+    again = Job(job.model, job.prompt, job.sampling, job.index, SimpleQueue())
+    backend.insert(again)
+    while not result.is_done:
+        for _, event in backend.run_step(StepPlan(64)):
+            result.note(event)
+    return result
+
+
+def difference(kind: Kind, job: Job, got: Result) -> str:
+    """How a job's answer differs from that of the same job alone; "": it does not, or by a tie alone."""
+    want = alone(kind, job)
+    if got.error or want.error:
+        return f"'{got.error}', alone '{want.error}'"
+    n = len(got.tokens)
+    if not got.is_cancelled and n != len(want.tokens) and got.tokens == want.tokens[:n]:
+        return f"{n} tokens, alone {len(want.tokens)}"
+    for i, (token, right) in enumerate(zip(got.tokens, want.tokens, strict=False)):
+        if token != right:
+            if is_tie(kind, job, want.tokens[:i]):
+                return ""
+            return f"token {i} is {token}, alone {right} (of {n} and {len(want.tokens)})"
+    for name in ("logprobs", "scores"):
+        pairs = list(zip(getattr(got, name), getattr(want, name), strict=False))
+        off = max((abs(a - b) for a, b in pairs), default=0.0)
+        if off > LOGPROB_TOLERANCE:
+            return f"{name} are off by {off:.3f}"
+    return ""
+
+
+def is_tie(kind: Kind, job: Job, before: Sequence[int]) -> bool:
+    """Whether so little as another rounding can change the token that comes behind ``before``."""
+    rng = mx.random.key(0)
+    drawn = set()
+    for _ in range(24):
+        rng, key = mx.random.split(rng)
+        drawn.add(_drawn(kind, job, before, NOISE * mx.random.uniform(-1, 1, (1, VOCAB_SIZE), key=key)))
+    return len(drawn) > 1
+
+
+def _drawn(kind: Kind, job: Job, before: Sequence[int], noise: mx.array) -> int:
+    """The token behind ``before``, with ``noise`` on the model's scores; all in one pass."""
+    model = _model(kind.model)
+    tokens = [*job.prompt.tokens, *before]
+    logits = model(mx.array(tokens)[None])[0].astype(mx.float32)
+    choice = make_choice(job, loaded(model))
+    token = -1
+    for n in range(len(job.prompt.tokens), len(tokens) + 1):
+        row = logits[n - 1 : n] + noise
+        for processor in choice.processors:
+            row = processor(mx.array(tokens[:n]), row)
+        # Earlier draws are thrown away, but a seed goes on by them.
+        token = int(choice.sampler(row - mx.logsumexp(row, axis=-1, keepdims=True)).item())
+    return token
+
+
+@dataclass(slots=True)
+class Outcome:
+    """``faults``: a line for each job whose answer is wrong."""
+
+    n_jobs: int = 0
+    n_tokens: int = 0
+    n_cancelled: int = 0
+    n_cached: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def run(name: str, seed: int, outcome: Outcome, n_requests: int = 10) -> None:
+    """A session of a kind, and the comparison of all of its jobs."""
+    rng = random.Random(f"{name} {seed}")
+    session = Session(KINDS[name], rng, n_requests)
+    session.run()
+    outcome.n_cached += session.max_cached
+    for job, got in session.results.items():
+        outcome.n_jobs += 1
+        outcome.n_tokens += len(got.tokens)
+        outcome.n_cancelled += got.is_cancelled
+        if fault := difference(KINDS[name], job, got):
+            outcome.faults.append(f"--kind '{name}' --seed {seed}: {fault}; {job.sampling}")
+
+
+def _sessions(names: Sequence[str], seed: int, n_sessions: int, seconds: float) -> Iterator[tuple[str, int]]:
+    ends_s = time.monotonic() + seconds
+    for number in range(seed, seed + n_sessions):
+        for name in names:
+            if time.monotonic() > ends_s:
+                return
+            yield name, number
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.fuzz", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long it begins new sessions")
+    parser.add_argument("--sessions", type=int, default=10**9, help="the most sessions of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="of the first session; the next one has the next number")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="by default all of them")
+    options = parser.parse_args()
+    outcomes = {name: Outcome() for name in options.kind or KINDS}
+    for name, seed in _sessions(list(outcomes), options.seed, options.sessions, options.seconds):
+        n_before = len(outcomes[name].faults)
+        run(name, seed, outcomes[name])
+        for fault in outcomes[name].faults[n_before:]:
+            print(fault, flush=True)
+    for name, one in outcomes.items():
+        print(f"{name}: {one.n_jobs} jobs, {one.n_cancelled} cancelled, {one.n_tokens} tokens, {len(one.faults)} wrong")
+    n_wrong = sum(len(one.faults) for one in outcomes.values())
+    print(f"{sum(one.n_jobs for one in outcomes.values())} jobs, {n_wrong} with wrong tokens")
+    return 1 if n_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

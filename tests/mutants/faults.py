@@ -1,0 +1,177 @@
+"""Faults by hand, which are easily made and seldom seen. Each has tests of which one must notice it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+BACKEND = "tests/engine/test_mlx_backend.py"
+CONSTRAINTS = "tests/engine/test_constraints.py"
+FUZZ = "tests/engine/test_engine_fuzz.py"
+PREFIXES = "tests/engine/test_prefixes.py"
+RANKS = "tests/pure/test_distributed.py"
+SAMPLING = "tests/engine/test_sampling.py"
+SCHEDULER = "tests/pure/test_scheduler.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """In the one module that has the text ``was``, it is ``becomes``. One of ``tests`` must fail."""
+
+    name: str
+    was: str
+    becomes: str
+    tests: tuple[str, ...]
+
+
+def faulty(fault: Fault, root: Path) -> tuple[str, str]:
+    """The path of the fault's module, and its text with the fault. Raises LookupError when no or several have it."""
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in (root / "mlx_serve").rglob("*.py")}
+    found = [(path, text) for path, text in texts.items() for _ in range(text.count(fault.was))]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} places have the text of the fault '{fault.name}'")
+    [(path, text)] = found
+    return path, text.replace(fault.was, fault.becomes)
+
+
+FAULTS = (
+    Fault(
+        "a cancelled decoding job's cache is kept under one token less",
+        "self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)",
+        "self._loaded.prefix_cache.store(as_ids(tokens[:-1]), cache, gone[uid].scope)",
+        (PREFIXES,),
+    ),
+    Fault(
+        "an ended job's cache is kept under one token less",
+        "self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache, sequence.scope)",
+        "self._loaded.prefix_cache.store(as_ids(response.all_tokens)[:-1], response.prompt_cache, sequence.scope)",
+        (PREFIXES,),
+    ),
+    Fault(
+        "a seed draws the same number at every token",
+        "self._key, coin_key, draw_key = mx.random.split(self._key, 3)",
+        "_, coin_key, draw_key = mx.random.split(self._key, 3)",
+        (SAMPLING,),
+    ),
+    Fault(
+        "a seed's coin is its draw",
+        "return coin_key, draw_key",
+        "return draw_key, draw_key",
+        (SAMPLING,),
+    ),
+    Fault(
+        "all unseeded rows draw one number",
+        "return mx.random.categorical(logprobs * (1 / self._temperature), key=draw_key)",
+        "return mx.argmax(logprobs * (1 / self._temperature) + mx.random.gumbel((logprobs.shape[-1],)), axis=-1)",
+        (SAMPLING,),
+    ),
+    Fault(
+        "XTC tosses one coin for all rows",
+        "coin = mx.random.uniform(shape=(logprobs.shape[0], 1), key=key)",
+        "coin = mx.random.uniform(shape=(1, 1), key=key)",
+        (SAMPLING,),
+    ),
+    Fault(
+        "penalties forget a reused prefix, one by one",
+        "seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)",
+        "seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[running.n_cached : -1], mx.int32)",
+        (PREFIXES,),
+    ),
+    Fault(
+        "penalties forget the prompt in a batch",
+        "logits_processors=[choice.processors],",
+        "logits_processors=[[lambda context, logits, one=one: one(context[len(tokens) - 1 :], logits) "
+        "for one in choice.processors]],",
+        (PREFIXES,),
+    ),
+    Fault(
+        "a gate's exits are lost while reasoning",
+        'if token in self._gate.exits:\n            self._place = "outside"\n        elif tuple(',
+        "if tuple(",
+        (CONSTRAINTS,),
+    ),
+    Fault(
+        "a gate's exits are masked while reasoning",
+        "mask = self._all_but_ends(width)\n        mask[_below(self._gate.exits, width)] = True",
+        "mask = self._all_but_ends(width)",
+        (CONSTRAINTS,),
+    ),
+    Fault(
+        "a batch is charged its sum",
+        "n_bytes = len(in_batch) * self._loaded.kv_size.bytes(max(in_batch, default=0))",
+        "n_bytes = sum(map(self._loaded.kv_size.bytes, in_batch))",
+        (BACKEND,),
+    ),
+    Fault(
+        "prefixes do not yield at admission",
+        "self._shrink_caches(limit - wanted)\n                return True",
+        "return True",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "prefixes stay after a failed step",
+        "slot.backend.shrink_cache(0)\n            self._make_anew(name)",
+        "self._make_anew(name)",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "prefixes are kept unevaluated",
+        "mx.eval([layer.state for layer in cache])\n        if is_whole(",
+        "if is_whole(",
+        (PREFIXES,),
+    ),
+    Fault(
+        "the wrong model's prefixes are given up first",
+        "for slot in self._slots.values():\n            if excess <= 0:",
+        "for slot in reversed(self._slots.values()):\n            if excess <= 0:",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "the model that is used is not the most recently used one",
+        "self._slots[job.model] = self._slots.pop(job.model)",
+        "pass",
+        (SCHEDULER,),
+    ),
+    Fault(
+        "a cancelled scoring job runs on",
+        "self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]\n",
+        "\n",
+        (PREFIXES,),
+    ),
+    Fault(
+        "a cancelled embedding job runs on",
+        "self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)\n",
+        "\n",
+        ("tests/engine/test_embedding.py",),
+    ),
+    Fault(
+        "the leader never forgets the numbers of jobs that end",
+        "if is_last(event):\n                self._numbers.pop(job, None)",
+        "pass",
+        (RANKS,),
+    ),
+    Fault(
+        "the leader never forgets the numbers of cancelled jobs",
+        "for job in jobs:\n            self._numbers.pop(job, None)",
+        "",
+        (RANKS,),
+    ),
+    Fault(
+        "the follower never forgets the numbers of jobs that end",
+        "if is_last(event):\n                self._forget(job)",
+        "pass",
+        (RANKS,),
+    ),
+    Fault(
+        "the follower never forgets the numbers of cancelled jobs",
+        "for job in jobs:\n            self._forget(job)",
+        "",
+        (RANKS,),
+    ),
+    Fault(
+        "a shared cache is longer than what is shared",
+        "cut_back(shared, n_held - n_tokens)\n        return shared if is_whole(shared, n_tokens) else None",
+        "return shared",
+        (PREFIXES, FUZZ),
+    ),
+)
