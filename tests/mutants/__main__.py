@@ -1,7 +1,7 @@
 """Puts one small fault after the other into a copy of the project, and tells which of them no test notices.
 
-python -m tests.mutants mlx_serve/engine/prefix_cache.py --tests tests/engine/test_prefixes.py
-python -m tests.mutants mlx_serve/engine/scheduler.py --tests tests/pure/test_scheduler.py --most 40 --seed 2
+python -m tests.mutants mlx_serve/engine/cache/prefixes.py --tests tests/engine/test_prefixes.py
+python -m tests.mutants mlx_serve/engine/schedule/scheduler.py --tests tests/pure/test_scheduler.py --most 40 --seed 2
 python -m tests.mutants --faults            # the faults by hand, each with the tests that must notice it
 
 Each fault takes a run of the tests until the first one fails. The work tree is not touched.
@@ -32,11 +32,11 @@ _PATIENCE_S = 120.0
 
 
 class Copy:
-    """A copy of the project in a directory of its own, in which tests run."""
+    """A copy of the project, in which tests run. It stays as it is when somebody changes the work tree."""
 
     def __init__(self, directory: Path) -> None:
-        self._root = directory / "project"
-        shutil.copytree(ROOT, self._root, ignore=_NOT_COPIED)
+        self.root = directory / "project"
+        shutil.copytree(ROOT, self.root, ignore=_NOT_COPIED)
         self._timeout_s: float | None = None
 
     def check(self, tests: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class Copy:
 
     def notices(self, module: str, source: str, tests: Sequence[str]) -> bool:
         """Whether a test fails when a module is another one."""
-        path = self._root / module
+        path = self.root / module
         right = path.read_text()
         path.write_text(source)
         try:
@@ -59,10 +59,10 @@ class Copy:
     def _fails(self, tests: Sequence[str]) -> bool:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
         # A .pyc of the right module must not be taken for the wrong one's.
-        environment = os.environ | {"PYTHONPATH": str(self._root), "PYTHONDONTWRITEBYTECODE": "1"}
+        environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
             run = subprocess.run(
-                command, cwd=self._root, env=environment, capture_output=True, timeout=self._timeout_s, check=False
+                command, cwd=self.root, env=environment, capture_output=True, timeout=self._timeout_s, check=False
             )
         except subprocess.TimeoutExpired:
             return True
@@ -74,7 +74,7 @@ class Copy:
 
 def try_module(copy: Copy, module: str, tests: Sequence[str], most: int | None, seed: int) -> Counter[str]:
     """Up to ``most`` mutants of a module, chosen at random; tells of those that live."""
-    found = list(mutants((ROOT / module).read_text()))
+    found = list(mutants((copy.root / module).read_text()))
     if most is not None and most < len(found):
         chosen = set(random.Random(seed).sample(range(len(found)), most))
         found = [mutant for i, mutant in enumerate(found) if i in chosen]
@@ -97,7 +97,7 @@ def try_faults(copy: Copy, wanted: str) -> Counter[str]:
     counts: Counter[str] = Counter()
     for fault in FAULTS:
         if wanted in fault.name:
-            module, source = faulty(fault, ROOT)
+            module, source = faulty(fault, copy.root)
             outcome = "killed" if copy.notices(module, source, fault.tests) else "SURVIVED"
             counts[outcome.lower()] += 1
             print(f"{outcome:8}  {fault.name}  ({module})", flush=True)
