@@ -84,7 +84,7 @@ def try_module(copy: Copy, module: str, tests: Sequence[str], most: int | None, 
         if copy.notices(module, mutant.source, tests):
             counts["killed"] += 1
             continue
-        why = EQUIVALENT.get((Path(module).name, mutant.was, mutant.change), "")
+        why = EQUIVALENT.get((module, mutant.was, mutant.change), "")
         counts["equivalent" if why else "survived"] += 1
         print(f"{'equivalent' if why else 'SURVIVED'}  {module}:{mutant.line}  {mutant.change}", flush=True)
         if why:

@@ -1,3 +1,3 @@
-"""Mutants that live because they change nothing that anybody could see: module, the line as it was, change, and why."""
+"""Mutants that no test can notice, because they change nothing that matters. The key is module, line as it was, and change."""
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
