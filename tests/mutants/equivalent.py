@@ -1,3 +1,3 @@
-"""Mutants that no test can notice, because they change nothing that matters. The key is module, line as it was, and change."""
+"""Mutants that no test can notice, because they change nothing that matters: module, line as it was, change, and why."""
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
