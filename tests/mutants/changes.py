@@ -55,7 +55,7 @@ def mutants(source: str) -> Iterator[Mutant]:
     for place in sorted(places, key=lambda place: (place.node.lineno, place.node.col_offset)):
         old, before = getattr(place.owner, place.name), _short(place.node)
         setattr(place.owner, place.name, place.new)
-        change = f"without: {before}" if place.is_drop else f"{before} -> {_short(place.node)}"
+        change = f"left out: {before}" if place.is_drop else f"{before} -> {_short(place.node)}"
         yield Mutant(place.node.lineno, lines[place.node.lineno - 1].strip(), change, ast.unparse(tree))
         setattr(place.owner, place.name, old)
 
@@ -96,7 +96,8 @@ def _in_list(node: ast.AST, name: str, parts: list[Any]) -> Iterator[_Place]:
     """``not`` before one of the parts, or, of a body, a statement less."""
     for i, part in enumerate(parts):
         if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not):
-            yield _Place(node, node, name, [*parts[:i], part.operand, *parts[i + 1 :]])
+            # A comprehension, whose condition this may be, has no line of its own.
+            yield _Place(part, node, name, [*parts[:i], part.operand, *parts[i + 1 :]], is_drop=True)
         elif isinstance(part, ast.stmt) and not isinstance(node, (ast.Module, ast.ClassDef)) and _may_go(node, part):
             yield _Place(part, node, name, [*parts[:i], ast.Pass(), *parts[i + 1 :]], is_drop=True)
 
