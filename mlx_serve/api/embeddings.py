@@ -19,6 +19,7 @@ from mlx_serve.api.body import parse
 from mlx_serve.api.cost import length_check
 from mlx_serve.api.fields import Inputs, Model, Str
 from mlx_serve.api.generation import ALIVE_EVERY_S
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.api.shapes import dumps
 from mlx_serve.engine.catalog import ModelEntry
@@ -164,3 +165,6 @@ def _item(index: int, vector: bytes, encoding: Encoding, request_id: str) -> byt
     text = base64.b64encode(vector).decode() if encoding == "base64" else ",".join(f"{n:.9g}" for n in numbers)
     shown = f'"{text}"' if encoding == "base64" else f"[{text}]"
     return f'{{"object":"embedding","index":{index},"embedding":{shown}}}'.encode()
+
+
+ROUTES = (Route("POST", "/embeddings", embeddings),)

@@ -1,81 +1,26 @@
-"""The routes, and what each does. To add an endpoint, add a function and a row in ``ROUTES``.
+"""The application that the wire layer calls, and the table of all routes.
 
-``Api`` is the application that the wire layer calls: a RawRequest in, a Response out.
+Each module that has endpoints lists its own routes in ``ROUTES``: to add one, add a function and a ``Route`` there. A
+dialect is a folder here with a module ``endpoints``: the folder is all that has to be added, or taken away.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
+from pkgutil import iter_modules
 
+from mlx_serve import api
 from mlx_serve.api import embeddings, errors, models
-from mlx_serve.api.anthropic import endpoints as anthropic
 from mlx_serve.api.cost import check_values
-from mlx_serve.api.openai import endpoints as openai
-from mlx_serve.api.responses import endpoints as responses
-from mlx_serve.api.routes import route_path
-from mlx_serve.api.serving import (
-    Services,
-)
+from mlx_serve.api.routes import Resolved, Route, RouteTable
+from mlx_serve.api.serving import Services
 from mlx_serve.api.shapes import json_response
 from mlx_serve.api.status import health, stats
 from mlx_serve.values import ApiError, RawRequest, Response
 from mlx_serve.wire.request_log import RequestLog
-
-
-class Api:
-    """The API as a function from request to response."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    def methods(self, path: str) -> frozenset[str]:
-        """The methods that a path has; none: there is no such route."""
-        if path in self._services.page:
-            return frozenset({"GET"})
-        return frozenset(method for method, route in ROUTES if _matches(route, path))
-
-    def takes_body(self, method: str, path: str) -> bool:
-        """Whether this method of the route needs a request body."""
-        return not any(method == m and _matches(route, path) for m, route in BODILESS)
-
-    def __call__(self, request: RawRequest) -> Response:
-        """Answer a request. Raises ApiError, and ClientGone when nobody waits any more."""
-        if request.path in self._services.page:
-            return self._services.page[request.path]
-        endpoint = next(e for (m, route), e in ROUTES.items() if m == request.method and _matches(route, request.path))
-        check_values(request.body, self._services.max_json_values)
-        try:
-            return endpoint(self._services, replace(request, path=route_path(request.path)))
-        except RecursionError:
-            # Whatever it was that went down into the request's JSON: checking, the chat template, writing it out.
-            raise ApiError(400, "The request is nested too deeply.") from None
-
-    def error(self, error: ApiError, path: str, request_id: str) -> Response:
-        """The reply that an error becomes, in the words of the route's clients."""
-        return errors.as_response(error, path, request_id)
-
-    def observe(self, entry: RequestLog) -> None:
-        """Count a request that has ended, however it did."""
-        stats.observe(self._services.metrics, entry, self._route(entry.path))
-
-    def _route(self, path: str) -> str:
-        # A name out of our tables: a client can ask for any number of paths.
-        if path in self._services.page:
-            return path
-        return next((route for _, route in ROUTES if _matches(route, path)), "other")
-
-
-def _matches(route: str, path: str) -> bool:
-    # A route that ends in "/" takes the rest of the path as a name, which may hold "/" itself; {id} holds none.
-    plain = route_path(path)
-    start, is_open, end = route.partition("{id}")
-    if is_open:
-        middle = plain[len(start) : len(plain) - len(end)]
-        return plain == start + middle + end and middle != "" and "/" not in middle
-    if route == "/":
-        return path == "/"
-    return plain.startswith(route) and len(plain) > len(route) if route.endswith("/") else plain == route
+from mlx_serve.wire.server_options import Target
 
 
 def root(services: Services, request: RawRequest) -> Response:
@@ -83,26 +28,58 @@ def root(services: Services, request: RawRequest) -> Response:
     return json_response({"name": "mlx-serve"})
 
 
-ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
-    **openai.ROUTES,
-    ("POST", "/embeddings"): embeddings.embeddings,
-    ("POST", "/responses"): responses.create,
-    ("POST", "/responses/input_tokens"): responses.input_tokens,
-    ("POST", "/responses/compact"): responses.compact,
-    ("GET", "/responses/{id}"): responses.get,
-    ("DELETE", "/responses/{id}"): responses.delete,
-    ("GET", "/responses/{id}/input_items"): responses.input_items,
-    ("POST", "/responses/{id}/cancel"): responses.cancel,
-    ("POST", "/messages"): anthropic.messages,
-    ("POST", "/messages/count_tokens"): anthropic.count_tokens,
-    ("GET", "/models"): models.list_models,
-    ("GET", "/models/"): models.get_model,
-    ("GET", "/health"): health.health,
-    ("GET", "/ready"): health.ready,
-    ("GET", "/stats"): health.live_stats,
-    ("GET", "/metrics"): health.prometheus_metrics,
-    ("GET", "/"): root,
-}
+def _dialect_routes() -> Iterator[Route]:
+    for folder in iter_modules(api.__path__, f"{api.__name__}."):
+        modules = iter_modules(import_module(folder.name).__path__) if folder.ispkg else ()
+        if any(module.name == "endpoints" for module in modules):
+            yield from import_module(f"{folder.name}.endpoints").ROUTES
 
-# Routes of methods that send content, which need none.
-BODILESS = frozenset({("POST", "/responses/{id}/cancel")})
+
+ROUTES = (
+    *_dialect_routes(),
+    *embeddings.ROUTES,
+    *models.ROUTES,
+    *health.ROUTES,
+    Route("GET", "/", root, is_open=True),
+)
+
+
+class Api:
+    """The API as a function from a path to what is there."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        # The page holds nothing: what it shows it asks for, with the key.
+        page = [Route("GET", path, _file, is_open=True) for path in services.page]
+        self._table = RouteTable([*page, *ROUTES])
+
+    def find(self, path: str) -> Target:
+        """What a path leads to."""
+        found = self._table.resolve(path)
+        routes = found.routes.values()
+        return Target(
+            name=next((route.path for route in routes), "other"),
+            methods=frozenset(found.routes),
+            bodiless=frozenset(route.method for route in routes if not route.takes_body),
+            is_open=any(route.is_open for route in routes),
+            is_quiet=any(route.is_quiet for route in routes),
+            answer=lambda request: self._answer(found, request),
+            error=lambda error, request_id: errors.as_response(error, found.dialect, request_id),
+        )
+
+    def _answer(self, found: Resolved, request: RawRequest) -> Response:
+        """Raises ApiError, and ClientGone when nobody waits any more."""
+        check_values(request.body, self._services.max_json_values)
+        try:
+            return found.routes[request.method].handler(self._services, replace(request, path=found.path))
+        except RecursionError:
+            # Whatever it was that went down into the request's JSON: checking, the chat template, writing it out.
+            raise ApiError(400, "The request is nested too deeply.") from None
+
+    def observe(self, entry: RequestLog) -> None:
+        """Count a request that has ended, however it did."""
+        stats.observe(self._services.metrics, entry)
+
+
+def _file(services: Services, request: RawRequest) -> Response:
+    return services.page[request.path]

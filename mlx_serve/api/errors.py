@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api.routes import route_path
 from mlx_serve.values import ApiError, Response
-
-# Anthropic's words for a status (https://platform.claude.com/docs/en/api/errors); others are 4xx or 5xx of ours.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    529: "overloaded_error",
-}
 
 
 class ContextLengthError(ApiError):
@@ -39,30 +29,24 @@ class ContextLengthError(ApiError):
         self.prompt_tokens = prompt_tokens
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether a route speaks Anthropic's dialect."""
-    plain = route_path(path)
-    return plain == "/messages" or plain.startswith("/messages/")
-
-
 def as_object(error: ApiError) -> dict[str, Any]:
     """OpenAI's error object: all four keys are always there."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
-def as_anthropic_object(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Anthropic's error object."""
-    other = "api_error" if error.status >= 500 else "invalid_request_error"
-    message = error.message
-    if isinstance(error, ContextLengthError):
-        # Claude Code compacts its conversation when it reads this.
-        message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum"
-    fields = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": message}
-    return {"type": "error", "error": fields, "request_id": request_id}
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The words that a route's clients expect of any error, given the request's id."""
+
+    name: str
+    error_object: Callable[[ApiError, str], dict[str, Any]]
 
 
-def as_response(error: ApiError, path: str, request_id: str) -> Response:
+# What all clients read that have no words of their own.
+OPENAI = Dialect("openai", lambda error, request_id: as_object(error))
+
+
+def as_response(error: ApiError, dialect: Dialect, request_id: str) -> Response:
     """The reply to a request that is refused or failed before anything of its answer was sent."""
-    value = as_anthropic_object(error, request_id) if is_anthropic(path) else as_object(error)
-    return Response(error.status, json.dumps(value).encode(), headers=error.headers)
+    return Response(error.status, json.dumps(dialect.error_object(error, request_id)).encode(), headers=error.headers)

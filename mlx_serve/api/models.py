@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services, context_tokens
 from mlx_serve.api.shapes import json_response
 from mlx_serve.engine.catalog import ModelEntry
@@ -82,3 +83,9 @@ def _model_object(services: Services, name: str, entry: ModelEntry, loaded: Coll
     # vLLM's name for it.
     length = {"max_model_len": most} if most is not None else {}
     return openai | ours | anthropic | length
+
+
+ROUTES = (
+    Route("GET", "/models", list_models),
+    Route("GET", "/models/", get_model),
+)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
-from mlx_serve.api.status import page
 from mlx_serve.paths import expanded
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
@@ -19,12 +18,8 @@ from mlx_serve.wire.request_log import RequestLog
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import Application, ServerOptions
 
-# Open without a key, and while the server drains.
-OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/ready", "/v1/ready"})
-# The page and Prometheus ask every few seconds.
 # Exactly what browsers send, or "scheme://*".
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://(?:\*|[^*/?#@\s]*)")
-QUIET_PATHS = frozenset({"/stats", "/v1/stats", "/metrics", "/v1/metrics"})
 
 
 def bind(settings: Config, app: Application, on_end: Callable[[RequestLog], None] = lambda entry: None) -> Server:
@@ -52,8 +47,6 @@ def options(settings: Config) -> ServerOptions:
             allowed_hosts=settings.allowed_hosts,
             loopback_only=is_loopback(settings) and settings.uds is None,
             is_tls=settings.tls_cert is not None,
-            # The page holds nothing: what it shows it asks for, with the key.
-            open_paths=OPEN_PATHS | page.PATHS if settings.ui else OPEN_PATHS,
         ),
         head_timeout_s=settings.head_timeout,
         body_timeout_s=settings.body_timeout,
@@ -65,7 +58,6 @@ def options(settings: Config) -> ServerOptions:
         tls_cert=settings.tls_cert,
         tls_key=settings.tls_key,
         log_format=cast('Literal["text", "json"]', settings.log_format),
-        quiet_paths=QUIET_PATHS,
     )
 
 

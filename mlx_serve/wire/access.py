@@ -40,7 +40,6 @@ class AccessPolicy:
     allowed_hosts: tuple[str, ...] = ()
     loopback_only: bool = True
     is_tls: bool = False
-    open_paths: frozenset[str] = frozenset()
 
 
 def check_scheme(policy: AccessPolicy, scheme: str) -> None:
@@ -49,14 +48,19 @@ def check_scheme(policy: AccessPolicy, scheme: str) -> None:
         raise ApiError(421, "this connection is not secured: an https target is not served on it (RFC 9110 7.4)")
 
 
-def check(policy: AccessPolicy, method: str, path: str, headers: Mapping[str, str], authority: str | None) -> None:
-    """Host, then origin, then key. A preflight carries no key: the browser sends it on its own (Fetch 3.2.2)."""
+def check(
+    policy: AccessPolicy, method: str, headers: Mapping[str, str], authority: str | None, *, is_open: bool = False
+) -> None:
+    """Host, then origin, then key, unless the target ``is_open``.
+
+    A preflight carries no key: the browser sends it on its own (Fetch 3.2.2).
+    """
     if not _host_allowed(policy, authority):
         raise ApiError(403, "this host name is not allowed here", code="host_not_allowed")
     origin = headers.get("origin")
     if origin is not None and not _origin_allowed(policy, origin):
         _check_own_page(policy, origin, authority)
-    if path not in policy.open_paths and not is_preflight(method, headers) and not _key_given(policy, headers):
+    if not is_open and not is_preflight(method, headers) and not _key_given(policy, headers):
         raise ApiError(
             401,
             "Incorrect API key provided: a valid one is required, as Authorization: Bearer KEY or x-api-key: KEY.",

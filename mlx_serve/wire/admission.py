@@ -10,7 +10,7 @@ import re
 from mlx_serve.values import ApiError, Response
 from mlx_serve.wire import access
 from mlx_serve.wire.framing import Head, Refusal
-from mlx_serve.wire.server_options import Application
+from mlx_serve.wire.server_options import Target
 
 # Case-sensitive (RFC 9110 9.1). Not TRACE: it would send a proxy's added fields, keys too, back to a page.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -23,22 +23,22 @@ _NOT_JSON = re.compile(
 )
 
 
-def admit(application: Application, policy: access.AccessPolicy, head: Head, draining: bool) -> Response | None:
+def admit(target: Target, policy: access.AccessPolicy, head: Head, draining: bool) -> Response | None:
     """None: read the body and run it. A Response: this is the answer already. Raises ApiError or Refusal to refuse.
 
     The order decides which fault is told: nobody learns about routes who may not ask at all.
     """
     # 1. Scheme, Host, Origin, key.
     access.check_scheme(policy, head.scheme)
-    access.check(policy, head.method, head.path, head.headers, head.authority)
+    access.check(policy, head.method, head.headers, head.authority, is_open=target.is_open)
     # 2. Shutting down. Health checks are still answered, or the truth could not be told.
-    if draining and head.path not in policy.open_paths:
+    if draining and not target.is_open:
         raise unavailable("the server is shutting down", code="draining")
     # 3. Methods nobody has (RFC 9110 15.6.2).
     if head.method not in _METHODS:
         raise ApiError(501, "this method is not implemented", code="method_not_supported")
     # 4. The route; "*" stands for the whole server (RFC 9110 9.3.7).
-    methods = _methods(application, head.path)
+    methods = _methods(target, head.path)
     if not methods:
         raise ApiError(404, "no such route")
     if head.method == "OPTIONS":
@@ -48,7 +48,7 @@ def admit(application: Application, policy: access.AccessPolicy, head: Head, dra
         allow = (("Allow", ", ".join(methods)),)
         raise ApiError(405, "this route does not have this method", code="method_not_supported", headers=allow)
     # 6. Whether there is content where it is needed, and its kind.
-    if length_is_missing(head) and application.takes_body(head.method, head.path):
+    if length_is_missing(head) and head.method not in target.bodiless:
         raise Refusal(411, "a Content-Length or Transfer-Encoding field is required (RFC 9110 15.5.12)")
     _check_content(head)
     return None
@@ -73,8 +73,8 @@ def check_expectation(head: Head) -> None:
         raise ApiError(417, "the only expectation met is 100-continue (RFC 9110 10.1.1)")
 
 
-def _methods(application: Application, path: str) -> list[str]:
-    known = set(_METHODS) if path == "*" else set(application.methods(path))
+def _methods(target: Target, path: str) -> list[str]:
+    known = set(_METHODS) if path == "*" else set(target.methods)
     if not known:
         return []
     # RFC 9110 9.1: HEAD wherever there is GET.

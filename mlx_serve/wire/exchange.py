@@ -80,6 +80,7 @@ class Exchange:
         self._asked = asked
         self._stage = stage
         self._head = asked if isinstance(asked, Head) else None
+        self._target = setting.application.find(self._head.path if self._head is not None else "")
         self._request_id = _request_id(self._head)
         self._reply = Reply(channel, self._writable)
         self._notes: dict[str, str | int] = {}
@@ -157,14 +158,14 @@ class Exchange:
             raise self._asked
         head, setting = self._asked, self._setting
         try:
-            answer = admit(setting.application, setting.options.access, head, setting.draining())
+            answer = admit(self._target, setting.options.access, head, setting.draining())
         except ApiError:
             self._discard_body(head)
             raise
         if answer is not None:
             self._discard_body(head)
             return answer
-        return setting.application(self._request(head, self._receive_body(head)))
+        return self._target.answer(self._request(head, self._receive_body(head)))
 
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
@@ -225,8 +226,7 @@ class Exchange:
 
     def _error(self, error: ApiError) -> Response:
         """The application's words, with the header fields of the error if it left them out."""
-        path = self._head.path if self._head is not None else ""
-        response = self._setting.application.error(error, path, self._request_id)
+        response = self._target.error(error, self._request_id)
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
         return replace(response, headers=response.headers + missing)
@@ -249,9 +249,10 @@ class Exchange:
             id=self._request_id,
             client=self._client,
             notes=self._notes,
+            route=self._target.name,
         )
         options = self._setting.options
-        is_routine = entry.path in options.quiet_paths and entry.status < 400
+        is_routine = self._target.is_quiet and entry.status < 400
         log_request(entry, options.log_format, logging.DEBUG if is_routine else logging.INFO)
         options.on_end(entry)
 

@@ -19,7 +19,7 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """``method`` and ``path`` are "-" where the bytes were no request."""
+    """``method`` and ``path`` are "-" where the bytes were no request. ``route`` is for counting, and not written."""
 
     method: str
     path: str
@@ -30,6 +30,7 @@ class RequestLog:
     id: str
     client: str
     notes: Mapping[str, str | int]
+    route: str = "other"
 
     def fields(self) -> dict[str, str | int | float]:
         own: dict[str, str | int | float] = {

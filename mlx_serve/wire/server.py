@@ -69,7 +69,7 @@ class Server:
         error = unavailable("too many connections", code="too_many_connections")
         # Nothing was read of the request, so its path is not known.
         request_id = new_request_id()
-        response = self._application.error(error, "", request_id)
+        response = self._application.find("").error(error, request_id)
         body = response.body if isinstance(response.body, bytes) else b""
         notes = {"error": error.code or error.type}
         self._options.on_end(RequestLog("-", "-", error.status, 0, len(body), 0.0, request_id, "-", notes))

@@ -12,19 +12,31 @@ from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.request_log import RequestLog
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a path leads to. Without ``methods`` there is nothing.
+
+    ``answer`` gets HEAD as GET; OPTIONS, and methods that are not listed, never reach it. ``error`` makes the reply to
+    a refusal, given the request's id. ``name`` stands for the path where paths are counted.
+    """
+
+    methods: frozenset[str]
+    answer: Callable[[RawRequest], Response]
+    error: Callable[[ApiError, str], Response]
+    name: str = "other"
+    # Methods that send content, and need none here.
+    bodiless: frozenset[str] = frozenset()
+    # Answered without a key, and while the server drains.
+    is_open: bool = False
+    # Asked every few seconds by machines: its log lines are for level DEBUG, unless something went wrong.
+    is_quiet: bool = False
+
+
 class Application(Protocol):
-    """Routes and answers. HEAD reaches it as GET; OPTIONS, and methods a path does not have, never reach it."""
+    """What is served."""
 
-    def methods(self, path: str) -> frozenset[str]:
-        """The methods of this path; empty: there is no such route."""
-
-    def takes_body(self, method: str, path: str) -> bool:
-        """Whether this method of the route needs a request body."""
-
-    def __call__(self, request: RawRequest) -> Response: ...
-
-    def error(self, err: ApiError, path: str, request_id: str) -> Response:
-        """The reply that an error becomes, in the words of the route's clients; ``path`` is "" when it is not known."""
+    def find(self, path: str) -> Target:
+        """What a request's path leads to; ``path`` is "" when it is not known. Asked once for each request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,5 @@ class ServerOptions:
     tls_key: str | None = None
     server_name: str = "mlx-serve"
     log_format: Literal["text", "json"] = "text"
-    # Asked every few seconds by machines: their log lines are for level DEBUG, unless something went wrong.
-    quiet_paths: frozenset[str] = frozenset()
     # Told of each request when it has ended, on the thread that served it.
     on_end: Callable[[RequestLog], None] = lambda entry: None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -19,7 +20,6 @@ import pytest
 from apikit import DEADLINE_S, until
 
 from mlx_serve.api.endpoints import Api
-from mlx_serve.api.errors import is_anthropic
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, ModelEntry
@@ -29,7 +29,7 @@ from mlx_serve.testing import EOS, FakeBackend, FakeModels, FakeTokenizer, token
 from mlx_serve.values import ApiError, Job, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.server import Server
-from mlx_serve.wire.server_options import ServerOptions
+from mlx_serve.wire.server_options import ServerOptions, Target
 
 pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
@@ -141,13 +141,16 @@ class Checked:
         self.requests: list[RawRequest] = []
         self.faults: list[Exception] = []
         self.n_errors = 0
-        self.methods = app.methods
         self._app = app
 
-    def __call__(self, request: RawRequest) -> Response:
+    def find(self, path: str) -> Target:
+        target = self._app.find(path)
+        return replace(target, answer=partial(self._answer, target), error=partial(self._error, target))
+
+    def _answer(self, target: Target, request: RawRequest) -> Response:
         self.requests.append(request)
-        response = self._app(request)
-        if is_anthropic(request.path) or request.path == "/":
+        response = target.answer(request)
+        if _is_anthropic(target) or request.path == "/":
             # Not OpenAI's. Anthropic's own package has the types: test_client_anthropic.py.
             return response
         if isinstance(response.body, bytes):
@@ -160,9 +163,9 @@ class Checked:
         )
         return replace(response, body=_CheckedStream(response.body, check, self.faults))
 
-    def error(self, error: ApiError, path: str, request_id: str) -> Response:
-        response = self._app.error(error, path, request_id)
-        if not is_anthropic(path):
+    def _error(self, target: Target, error: ApiError, request_id: str) -> Response:
+        response = target.error(error, request_id)
+        if not _is_anthropic(target):
             self._check(schema.ERROR, response.body)
         self.n_errors += 1
         return response
@@ -172,6 +175,10 @@ class Checked:
             schema.check(kind, body.decode())
         except Exception as fault:  # noqa: BLE001 - for the test, which runs on another thread
             self.faults.append(fault)
+
+
+def _is_anthropic(target: Target) -> bool:
+    return target.name.startswith("/messages")
 
 
 def _whole_schema(path: str) -> dict:

@@ -8,7 +8,7 @@ from mlx_serve.values import ApiError
 from mlx_serve.wire.access import AccessPolicy, check, client, cors_fields, is_preflight, preflight_fields
 
 OPEN = AccessPolicy()
-KEYS = AccessPolicy(api_keys=("sk-one", "sk-tw\u00f6"), open_paths=frozenset({"/health"}))
+KEYS = AccessPolicy(api_keys=("sk-one", "sk-tw\u00f6"))
 PAGES = AccessPolicy(allowed_origins=("https://app.example",))
 ANY_PAGE = AccessPolicy(allowed_origins=("*",))
 EXTENSIONS = AccessPolicy(allowed_origins=("chrome-extension://*", "file://*"))
@@ -27,11 +27,11 @@ def verdict(
     headers: dict[str, str] | None = None,
     *,
     method: str = "POST",
-    path: str = "/v1/x",
+    is_open: bool = False,
     authority: str | None = "localhost:8080",
 ) -> int:
     try:
-        check(policy, method, path, headers or {}, authority)
+        check(policy, method, headers or {}, authority, is_open=is_open)
     except ApiError as error:
         return error.status
     return 200
@@ -63,14 +63,14 @@ def test_without_keys_any_or_none_will_do() -> None:
     assert verdict(OPEN) == verdict(OPEN, {"authorization": "Bearer whatever"}) == 200
 
 
-def test_open_paths_need_no_key() -> None:
-    assert verdict(KEYS, path="/health") == 200
-    assert verdict(KEYS, path="/health/") == 401
+def test_what_is_open_needs_no_key() -> None:
+    assert verdict(KEYS, is_open=True) == 200
+    assert verdict(KEYS, is_open=False) == 401
 
 
 def test_a_missing_key_is_told_in_openais_words() -> None:
     with pytest.raises(ApiError) as raised:
-        check(KEYS, "POST", "/v1/x", {"authorization": "Bearer wrong"}, "localhost")
+        check(KEYS, "POST", {"authorization": "Bearer wrong"}, "localhost")
     error = raised.value
     assert (error.status, error.type, error.code) == (401, "invalid_request_error", "invalid_api_key")
     assert ("WWW-Authenticate", "Bearer") in error.headers
@@ -202,7 +202,7 @@ def test_another_origin_is_not_the_own_one(origin: str, authority: str | None) -
 
 def test_a_page_under_an_unknown_name_is_told_the_flag() -> None:
     with pytest.raises(ApiError, match="--allowed-hosts") as raised:
-        check(OPEN_BIND, "POST", "/v1/x", {"origin": "http://ai.example"}, "ai.example")
+        check(OPEN_BIND, "POST", {"origin": "http://ai.example"}, "ai.example")
     assert "ai.example" not in raised.value.message
 
 

@@ -36,9 +36,9 @@ MAY_IMPORT = {
 ORDER = {
     "": "values metrics paths signals blas logs progress client wire text engine demo api testing probe settings"
     " commands cli __main__",
-    "api": "fields structured routes errors scope cost body request_fields shapes response_store generation"
-    " grammar_child grammars serving models embeddings status openai responses anthropic endpoints",
-    "api/anthropic": "blocks schema render endpoints",
+    "api": "fields structured errors scope cost body request_fields shapes response_store generation"
+    " grammar_child grammars serving routes models embeddings status openai responses anthropic endpoints",
+    "api/anthropic": "errors blocks schema render endpoints",
     "api/openai": "tools schema render prompt tokenize endpoints",
     "api/responses": "items tools freetext history schema outputs truncation asked render compaction endpoints",
     "api/status": "prometheus stats page health",

@@ -72,17 +72,6 @@ def test_what_no_page_has_as_its_origin_is_refused(origin):
         options(f"--allowed-origins {origin}")
 
 
-def test_health_needs_no_key():
-    assert {"/health", "/ready"} <= options("--api-key a").access.open_paths
-
-
-def test_the_page_needs_no_key_but_what_it_asks_for_does():
-    open_paths = options("--api-key a").access.open_paths
-    assert {"/", "/ui/page.js"} <= open_paths
-    assert not {"/stats", "/metrics", "/v1/models"} & open_paths
-    assert not {"/ui/page.js"} & options("--api-key a --no-ui").access.open_paths
-
-
 @pytest.mark.parametrize(
     ("line", "says"), [("--tls-key k", "needs --tls-cert"), ("--tls-cert /no/such/file", "TLS file not found")]
 )

@@ -7,6 +7,8 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
@@ -63,13 +65,15 @@ class Recorder:
 
     def __init__(self, app: Api) -> None:
         self.requests = []
-        self.methods = app.methods
-        self.error = app.error
         self._app = app
 
-    def __call__(self, request):
+    def find(self, path):
+        target = self._app.find(path)
+        return replace(target, answer=partial(self._answer, target))
+
+    def _answer(self, target, request):
         self.requests.append(request)
-        return self._app(request)
+        return target.answer(request)
 
 
 class Served:

@@ -237,7 +237,7 @@ def test_the_settings_go_with_the_request_and_into_the_curl(browser):
         assert "Authorization" not in curl
 
 
-KEYS = AccessPolicy(api_keys=("sk-right",), open_paths=files.PATHS)
+KEYS = AccessPolicy(api_keys=("sk-right",))
 
 
 def test_it_asks_for_the_key_and_keeps_it_for_the_tab(browser):

@@ -142,7 +142,7 @@ JUNK: list[Any] = [
 
 def routes() -> list[str]:
     """The paths that take a body; one that has no seed of its own gets a chat request."""
-    return sorted(path for method, path in ROUTES if method == "POST")
+    return sorted(route.path for route in ROUTES if route.method == "POST")
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -516,7 +516,7 @@ def test_what_the_template_leaves_out_does_not_count(server):
     assert server.chat(messages=[turn, {"role": "user", "content": "hi"}], max_tokens=1)[0] == 200
 
 
-POST_ROUTES = sorted({path for method, path in ROUTES if method == "POST"})
+POST_ROUTES = sorted({route.path for route in ROUTES if route.method == "POST"})
 
 
 @pytest.mark.parametrize("path", POST_ROUTES)

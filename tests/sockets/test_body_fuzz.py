@@ -18,9 +18,9 @@ def test_no_body_makes_the_server_fail(seed):
 
 
 def test_a_fault_is_found(monkeypatch):
-    def fail(self, request):
+    def fail(self, found, request):
         raise RuntimeError
 
-    monkeypatch.setattr("mlx_serve.api.endpoints.Api.__call__", fail)
+    monkeypatch.setattr("mlx_serve.api.endpoints.Api._answer", fail)
     with serving() as server:
         assert len(bodyfuzz.run("127.0.0.1", server.port, 3, 1).faults) == 3

@@ -6,9 +6,7 @@ from mlx_serve.wire.access import AccessPolicy
 from tests.sockets.wirekit import get, post, serving
 
 PAGE = b"Origin: https://app.example"
-POLICY = AccessPolicy(
-    api_keys=("sk-1",), allowed_origins=("https://app.example",), open_paths=frozenset({"/health"}), loopback_only=True
-)
+POLICY = AccessPolicy(api_keys=("sk-1",), allowed_origins=("https://app.example",), loopback_only=True)
 
 
 def test_a_key_is_asked_for() -> None:

@@ -404,8 +404,7 @@ def test_without_descriptors_the_slowest_give_way_and_the_log_says_so_once() -> 
 
 
 def test_drain_waits_for_what_runs_and_refuses_what_comes() -> None:
-    policy = AccessPolicy(open_paths=frozenset({"/health"}))
-    with serving(access=policy) as running, ExitStack() as stack:
+    with serving() as running, ExitStack() as stack:
         idle = stack.enter_context(running.connect())
         assert idle.send(get()).reply().status == 200
         working = busy(running, stack)

@@ -10,7 +10,7 @@ from apikit import DEADLINE_S, read, serving, until
 from messageskit import as_message, ask, check_order, joined, parse, stream, whole
 
 from mlx_serve.api.anthropic import render
-from mlx_serve.api.errors import as_anthropic_object
+from mlx_serve.api.anthropic.errors import as_anthropic_object
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, render_lines, tokens_of
 from mlx_serve.values import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire.framing import FramingLimits

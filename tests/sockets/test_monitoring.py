@@ -354,7 +354,7 @@ def test_without_prometheus_client_it_says_what_to_install():
 
 
 def test_stats_and_metrics_need_the_key_and_ready_does_not():
-    policy = AccessPolicy(api_keys=("k",), open_paths=frozenset({"/ready"}))
+    policy = AccessPolicy(api_keys=("k",))
     with serving(access=policy, catalog=Catalog(None)) as server:
         for path in ("/stats", "/metrics"):
             assert server.request("GET", path)[0] == 401

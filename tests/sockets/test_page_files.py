@@ -9,7 +9,7 @@ from apikit import serving, until
 from mlx_serve.api.status import page
 from mlx_serve.wire.access import AccessPolicy
 
-KEYS = AccessPolicy(api_keys=("k",), open_paths=page.PATHS)
+KEYS = AccessPolicy(api_keys=("k",))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from mlx_serve.values import ApiError, ClientGone, RawRequest, Response
 from mlx_serve.wire.server import Server
-from mlx_serve.wire.server_options import ServerOptions
+from mlx_serve.wire.server_options import ServerOptions, Target
 
 PATIENCE_S = 10.0
 HOST = b"Host: localhost\r\n"
@@ -74,17 +74,20 @@ class FakeApp:
         self.release = threading.Event()
         self.gone = threading.Event()
 
-    def methods(self, path: str) -> frozenset[str]:
-        return self.ROUTES.get(path, frozenset())
+    def find(self, path: str) -> Target:
+        return Target(
+            self.ROUTES.get(path, frozenset()),
+            self.answer,
+            self.error,
+            bodiless=frozenset({"POST"} if path == "/cancel" else ()),
+            is_open=path == "/health",
+        )
 
-    def takes_body(self, method: str, path: str) -> bool:
-        return path != "/cancel"
-
-    def error(self, err: ApiError, path: str, request_id: str) -> Response:
+    def error(self, err: ApiError, request_id: str) -> Response:
         content = {"message": err.message, "type": err.type, "param": err.param, "code": err.code}
         return Response(err.status, json.dumps({"error": content}).encode())
 
-    def __call__(self, request: RawRequest) -> Response:
+    def answer(self, request: RawRequest) -> Response:
         self.requests.append(request)
         return self._answer(request)
 

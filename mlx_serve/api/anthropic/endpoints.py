@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api import errors
 from mlx_serve.api.anthropic import render
+from mlx_serve.api.anthropic.errors import ANTHROPIC, as_anthropic_object
 from mlx_serve.api.anthropic.schema import CountRequest, MessagesRequest
 from mlx_serve.api.body import parse
 from mlx_serve.api.cost import n_content_chars
 from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -90,7 +91,7 @@ class _Writer:
 
     def failure(self, error: ApiError) -> bytes:
         """An event of its own kind, and then nothing more."""
-        return _event(errors.as_anthropic_object(error, self.request_id))
+        return _event(as_anthropic_object(error, self.request_id))
 
     def _events(self, generation: Generation) -> Iterator[render.Event]:
         cached_tokens = generation.cached_tokens
@@ -99,3 +100,9 @@ class _Writer:
 
 def _event(value: dict[str, Any]) -> bytes:
     return sse.event(dumps(value), value["type"])
+
+
+ROUTES = (
+    Route("POST", "/messages", messages, ANTHROPIC),
+    Route("POST", "/messages/count_tokens", count_tokens, ANTHROPIC),
+)

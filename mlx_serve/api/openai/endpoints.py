@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlx_serve.api.cost import MAX_CUT_TOKENS, check_prompt_logprobs, length_che
 from mlx_serve.api.generation import Generation, OutputOptions
 from mlx_serve.api.openai import render, schema, tokenize
 from mlx_serve.api.openai.prompt import request_prompt
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -162,11 +163,9 @@ def _head(reply: Reply, prefix: str) -> render.Head:
     return render.new_head(prefix, reply.entry.name, reply.services.fingerprint)
 
 
-ROUTES: dict[tuple[str, str], Callable[[Services, RawRequest], Response]] = {
-    ("POST", "/chat/completions"): chat_completions,
-    ("POST", "/chat/completions/input_tokens"): chat_input_tokens,
-    ("POST", "/completions"): completions,
-    ("POST", "/tokenize"): tokenize.tokenize,
-    ("POST", "/detokenize"): tokenize.detokenize,
-    ("POST", "/apply-template"): tokenize.apply_template,
-}
+ROUTES = (
+    Route("POST", "/chat/completions", chat_completions),
+    Route("POST", "/chat/completions/input_tokens", chat_input_tokens),
+    Route("POST", "/completions", completions),
+    *tokenize.ROUTES,
+)

@@ -16,6 +16,7 @@ from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
 from mlx_serve.api.openai.prompt import request_prompt
 from mlx_serve.api.openai.schema import ChatRequest
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.api.shapes import json_response
 from mlx_serve.engine.catalog import ModelEntry
@@ -149,3 +150,10 @@ def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
         return raw.decode()
     except UnicodeDecodeError:
         return list(raw)
+
+
+ROUTES = (
+    Route("POST", "/tokenize", tokenize),
+    Route("POST", "/detokenize", detokenize),
+    Route("POST", "/apply-template", apply_template),
+)

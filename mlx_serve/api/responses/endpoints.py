@@ -15,6 +15,7 @@ from mlx_serve.api.responses.compaction import MAX_TOKENS, REQUEST, CompactionWr
 from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
 from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.api.responses.truncation import truncated
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import (
     Reply,
     Services,
@@ -176,3 +177,14 @@ def _limit(text: str | None) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= _MAX_PAGE):
         raise ApiError(400, f"Invalid value for 'limit': Must be an integer between 1 and {_MAX_PAGE}.", param="limit")
     return int(text)
+
+
+ROUTES = (
+    Route("POST", "/responses", create),
+    Route("POST", "/responses/input_tokens", input_tokens),
+    Route("POST", "/responses/compact", compact),
+    Route("GET", "/responses/{id}", get),
+    Route("DELETE", "/responses/{id}", delete),
+    Route("GET", "/responses/{id}/input_items", input_items),
+    Route("POST", "/responses/{id}/cancel", cancel, takes_body=False),
+)

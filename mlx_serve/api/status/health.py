@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services
 from mlx_serve.api.shapes import json_response
 from mlx_serve.api.status import prometheus, stats
@@ -52,3 +53,12 @@ def live_stats(services: Services, request: RawRequest) -> Response:
 def prometheus_metrics(services: Services, request: RawRequest) -> Response:
     """GET /metrics, in Prometheus's text format. Raises ApiError 501 without prometheus-client."""
     return prometheus.respond(services.metrics, services.scheduler.stats(), services.scheduler.health().status)
+
+
+ROUTES = (
+    Route("GET", "/health", health, is_open=True),
+    Route("GET", "/ready", ready, is_open=True),
+    # The page and Prometheus ask every few seconds.
+    Route("GET", "/stats", live_stats, is_quiet=True),
+    Route("GET", "/metrics", prometheus_metrics, is_quiet=True),
+)

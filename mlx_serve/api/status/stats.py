@@ -32,8 +32,9 @@ _REFUSED = {
 }
 
 
-def observe(metrics: Metrics, entry: RequestLog, route: str) -> None:
-    """Count a request that has ended."""
+def observe(metrics: Metrics, entry: RequestLog) -> None:
+    """Count a request that has ended, under its route's path: a client can ask for any number of paths."""
+    route = entry.route
     method = entry.method if entry.method in _METHODS else "other"
     metrics.http_requests.add(1, method, route, str(entry.status))
     if entry.status == CLIENT_GONE:

@@ -26,7 +26,7 @@ from mlx_serve.paths import expanded
 from mlx_serve.settings import http
 from mlx_serve.settings.config import Config
 from mlx_serve.values import ApiError, RawRequest, Response, StartError
-from mlx_serve.wire.server_options import Application
+from mlx_serve.wire.server_options import Application, Target
 
 # As the server asks for: cli raises its soft limit to the connections and these.
 OTHER_DESCRIPTORS = 256
@@ -161,17 +161,11 @@ def descriptors(settings: Config) -> Iterator[Finding]:
 class _NoApplication:
     """Binding a port needs an application; nobody will ask this one."""
 
-    def methods(self, path: str) -> frozenset[str]:
-        return frozenset()
+    def find(self, path: str) -> Target:
+        return Target(frozenset(), self._refuse, lambda error, request_id: Response(error.status, b""))
 
-    def takes_body(self, method: str, path: str) -> bool:
-        return True
-
-    def __call__(self, request: RawRequest) -> Response:
+    def _refuse(self, request: RawRequest) -> Response:
         raise ApiError(503, "not serving")
-
-    def error(self, err: ApiError, path: str, request_id: str) -> Response:
-        return Response(err.status, b"")
 
 
 def address(settings: Config) -> Iterator[Finding]:
