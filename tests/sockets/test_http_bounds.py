@@ -368,13 +368,13 @@ def test_a_connection_that_just_came_does_not() -> None:
 # Run with few descriptors, and less patience than a server has.
 FEW_DESCRIPTORS = """
 import logging, resource
-from mlx_serve.wire import roster
+from mlx_serve.wire import connections
 from mlx_serve.wire.server_options import ServerOptions
 from mlx_serve.wire.server import Server
 from tests.sockets.wirekit import FakeApp
 resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))
 logging.basicConfig()
-roster._MIN_WAIT_S = 0.2
+connections._MIN_WAIT_S = 0.2
 server = Server(FakeApp(), ServerOptions(address=("127.0.0.1", 0)))
 print(server.address[1], flush=True)
 server.serve_forever()
