@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -14,7 +12,6 @@ from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.request_log import RequestLog
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import Application, ServerOptions
 
@@ -22,14 +19,14 @@ from mlx_serve.wire.server_options import Application, ServerOptions
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://(?:\*|[^*/?#@\s]*)")
 
 
-def bind(settings: Config, app: Application, on_end: Callable[[RequestLog], None] = lambda entry: None) -> Server:
+def bind(app: Application, options: ServerOptions) -> Server:
     """The server, bound. Raises StartError when its address is taken or its certificate is unusable."""
     try:
-        return Server(app, replace(options(settings), on_end=on_end))
+        return Server(app, options)
     except ssl.SSLError as error:
-        raise StartError(f"cannot use the TLS certificate {settings.tls_cert}: {error.reason or error}") from error
+        raise StartError(f"cannot use the TLS certificate {options.tls_cert}: {error.reason or error}") from error
     except OSError as error:
-        where = settings.uds or f"{settings.host} port {settings.port}"
+        where = options.uds or "{} port {}".format(*options.address)
         raise StartError(f"cannot listen on {where}: {error.strerror or error}") from error
 
 

@@ -2,20 +2,13 @@
 
 import http.client
 import json
-import threading
 from contextlib import contextmanager
 
 import pytest
 from tinymodel import write_model
 
-from mlx_serve import cli
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve import serve
 from mlx_serve.settings import config
-from mlx_serve.wire.server import Server
-from mlx_serve.wire.server_options import ServerOptions
 
 DEADLINE_S = 60
 TEXT = {"model": "default_model", "prompt": "Once upon a time", "max_tokens": 10}
@@ -41,34 +34,19 @@ def model(tmp_path_factory):
 @contextmanager
 def serving(*flags):
     """The server that a command line for mlx_lm.server starts; gives a function that posts to it."""
-    settings = config.from_args([str(flag) for flag in flags], {})
-    catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models, Limits(max_queue=16))
-    worker = Worker(scheduler, catalog.default.name, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    server = Server(
-        Api(cli.services(settings, catalog, models, scheduler, grammars)), ServerOptions(address=("127.0.0.1", 0))
-    )
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
+    settings = config.from_args(["--port", "0", *map(str, flags)], {})
+    with serve.configured(settings, *serve.open_models(settings)) as server:
 
-    def post(path, body):
-        connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=DEADLINE_S)
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        raw = response.read()
-        connection.close()
-        assert response.status == 200, raw
-        return raw.decode() if body.get("stream") else json.loads(raw)
+        def post(path, body):
+            connection = http.client.HTTPConnection(*server.http.address, timeout=DEADLINE_S)
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            raw = response.read()
+            connection.close()
+            assert response.status == 200, raw
+            return raw.decode() if body.get("stream") else json.loads(raw)
 
-    try:
         yield post
-    finally:
-        worker.stop()
-        server.close()
-        grammars.close()
-        accepting.join()
 
 
 @pytest.fixture(scope="module", params=["plain", "draft", "quantized"])

@@ -1,6 +1,5 @@
 """The demo model behind the whole server: what it answers is what mlx-lm generates."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx_lm
@@ -8,15 +7,9 @@ import openai
 import pytest
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_serve import cli
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
+from mlx_serve import serve
 from mlx_serve.demo.model import ensure_demo_model
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.settings import config
-from mlx_serve.wire.server import Server
-from mlx_serve.wire.server_options import ServerOptions
 
 pytestmark = pytest.mark.real
 
@@ -50,23 +43,13 @@ def offline():
 
 @pytest.fixture(scope="module")
 def client():
-    settings = config.from_args(["--demo"], {})
-    catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models, Limits(max_queue=128))
-    worker = Worker(scheduler, catalog.default.name, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    api = Api(cli.services(settings, catalog, models, scheduler, grammars))
-    server = Server(api, ServerOptions(address=("127.0.0.1", 0)))
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
-    worker.ready.result()
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="none", max_retries=0) as client:
+    settings = config.from_args(["--demo", "--port", "0"], {})
+    with (
+        serve.configured(settings, *serve.open_models(settings)) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        server.wait_until_ready()
         yield client
-    worker.stop()
-    server.close()
-    grammars.close()
-    accepting.join()
 
 
 def ask(client, question, **fields):

@@ -2,7 +2,6 @@
 
 import json
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
@@ -11,14 +10,8 @@ import pydantic
 import pytest
 
 from benchmarks.structured import random_schema
-from mlx_serve import cli
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve import serve
 from mlx_serve.settings import config
-from mlx_serve.wire.server import Server
-from mlx_serve.wire.server_options import ServerOptions
 
 pytestmark = pytest.mark.real
 pytest.importorskip("llguidance")
@@ -26,24 +19,13 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def client():
-    settings = config.from_args(["--demo"], {})
-    catalog, models = cli.open_models(settings)
-    scheduler = Scheduler(models, Limits(max_queue=128))
-    worker = Worker(scheduler, catalog.default.name, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    server = Server(
-        Api(cli.services(settings, catalog, models, scheduler, grammars)), ServerOptions(address=("127.0.0.1", 0))
-    )
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
-    worker.ready.result()
-    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.address[1]}/v1", api_key="x", max_retries=0) as api:
+    settings = config.from_args(["--demo", "--port", "0"], {})
+    with (
+        serve.configured(settings, *serve.open_models(settings)) as server,
+        openai.OpenAI(base_url=server.url, api_key="x", max_retries=0) as api,
+    ):
+        server.wait_until_ready()
         yield api
-    worker.stop()
-    server.close()
-    grammars.close()
-    accepting.join()
 
 
 def ask(client, text, **fields):

@@ -15,8 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from mlx_serve import cli
-from mlx_serve.engine import scheduler
+from mlx_serve import cli, serve
+from mlx_serve.engine.schedule import scheduler
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.testing import FakeBackend, FakeModels
 
@@ -29,9 +29,9 @@ def fault(jobs):
 
 entry = ModelEntry("fake", Path("fake"), 0, context_tokens=4096, vocab_size=262)
 models = FakeModels(lambda _: FakeBackend(capacity=2, on_step=fault))
-cli.open_models = lambda settings, ranks: (Catalog(entry, ["fake"]), models)
+serve.open_models = lambda settings, ranks: (Catalog(entry, ["fake"]), models)
 cli.ranked.join = lambda: None
-cli._WORKER_S = cli._LAST_WORDS_S = 0.5
+serve._WORKER_S = serve._LAST_WORDS_S = 0.5
 scheduler._STEP_S = (0.2, 0.2)
 sys.argv = ["mlx-serve", "--port", "0", {flags}]
 cli.run()

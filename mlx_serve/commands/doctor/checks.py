@@ -179,7 +179,7 @@ def address(settings: Config) -> Iterator[Finding]:
         )
         return
     try:
-        http.bind(settings, application).close()
+        http.bind(application, http.options(settings)).close()
     except StartError as error:
         advice = "choose another --port, or end the program that has it: lsof -nP -i :PORT shows it"
         yield Finding(
