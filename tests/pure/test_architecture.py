@@ -60,7 +60,7 @@ ORDER = {
     "settings": "flags file config http models ranks",
     "text": "symbols tokenizer detokenizer stops guard grammar grammar_task calls splitter formats templates prompt",
     "text/calls": "values literals shapes readers json_reader xml_reader harmony forced descriptions registry",
-    "text/templates": "call_forms probe_words turn_forms tools_as_text forms probe rendering",
+    "text/templates": "call_forms probe_words turn_forms tools_as_text forms probe kept rendering",
     "wire": "framing sockets access request_log server_options channel body sse reply connections admission body_budget"
     " request_reader exchange connection listener server",
 }

@@ -142,7 +142,7 @@ _MATTERS = (
         ((calls.unpaired_as_text,), (calls.unpaired_as_text, turns.turns_joined)),
     ),
 )
-# For a conversation that a template refuses all the same: what else it may want, added one after the other.
+# For a conversation that a template refuses or shortens all the same: more steps, added one after the other.
 STRICTER: tuple[tuple[Step, ...], ...] = (
     (turns.late_systems_as_user, turns.systems_joined),
     (turns.turns_joined, turns.without_empty_turns),
@@ -152,6 +152,7 @@ STRICTER: tuple[tuple[Step, ...], ...] = (
     (calls.calls_as_text,),
     (turns.system_in_user,),
     (turns.without_thoughts,),
+    (turns.history_in_user,),
 )
 TOOL_FORMS: Mapping[ToolForm, Callable[[Tools], Tools]] = {"own": list, "filled": forms.filled, "flat": forms.flat}
 _WITHOUT_TEMPLATE = Plan(frozenset({calls.calls_as_text}), "described", _THINKING_OPTIONS[0])

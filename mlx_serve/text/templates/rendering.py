@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,8 @@ from mlx_serve.text.guard import Guard
 from mlx_serve.text.templates import forms
 from mlx_serve.text.templates.call_forms import Arguments, Message
 from mlx_serve.text.templates.forms import Step
-from mlx_serve.text.templates.probe import STRICTER, TOOL_FORMS, plan
+from mlx_serve.text.templates.kept import has_tools, missing_messages
+from mlx_serve.text.templates.probe import STRICTER, TOOL_FORMS, ToolForm, plan
 from mlx_serve.text.templates.tools_as_text import with_definitions
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError
@@ -30,7 +32,7 @@ def rendered(
 ) -> str:
     """The template's text, with the tools described in words where it does not take them.
 
-    Raises ApiError 400 with the refusal of the last form: what all that was changed did not help against.
+    Raises ApiError 400 when each form loses a part of the conversation or is refused.
     """
     tokenizer = formats.tokenizer
     chosen = plan(tokenizer, with_tools=bool(tools))
@@ -40,11 +42,46 @@ def rendered(
     turns, options = _turns(formats, messages), _named(options, chosen.thinking_option)
     offered = guard_of(tokenizer, is_own=True).value(list(tools))
     if offered and chosen.tools != "described":
-        # A tool may be of a kind that the template fails at.
+        # A tool may be of a kind that the template fails at, or leaves out.
         with suppress(ApiError):
-            return _in_a_form_it_takes(tokenizer, chosen.steps, turns, TOOL_FORMS[chosen.tools](offered), options)
-    described = with_definitions(turns, offered, formats.calls) if offered else turns
-    return _in_a_form_it_takes(tokenizer, chosen.steps, described, None, options)
+            return _in_a_form_it_takes(_Way(formats, offered, chosen.tools, options), chosen.steps, turns)
+    return _in_a_form_it_takes(_Way(formats, offered, "described", options), chosen.steps, turns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a conversation is rendered, but for the steps: with which tools, given how, and which options."""
+
+    formats: Formats
+    offered: Sequence[Any]
+    form: ToolForm
+    options: Mapping[str, Any]
+
+    def messages(self, turns: Sequence[Message], steps: frozenset[Step]) -> list[Message]:
+        """What the template is given for ``turns``."""
+        if self.offered and self.form == "described":
+            turns = with_definitions(turns, self.offered, self.formats.calls)
+        return forms.in_form(turns, steps)
+
+    def text(self, messages: Sequence[Message]) -> str:
+        """The template's text."""
+        tools = None if self.form == "described" else TOOL_FORMS[self.form](list(self.offered))
+        return self.formats.tokenizer.render_chat(messages, tools, self.options)
+
+    def loss(self, turns: Sequence[Message], steps: frozenset[Step], text: str) -> ApiError | None:
+        """What of the conversation is not in ``text``, as the error that says so."""
+        if not has_tools(self.offered, text):
+            return ApiError(400, "The model's chat template leaves out tools.", param="tools")
+
+        def again(marked: list[Message]) -> str | None:
+            with suppress(ApiError):
+                return self.text(self.messages(marked, steps))
+            return None
+
+        for i in missing_messages(turns, text, again):
+            left_out = f"message {i + 1} of the conversation, whose role is {turns[i]['role']}"
+            return ApiError(400, f"The model's chat template leaves out {left_out}.", param="messages")
+        return None
 
 
 def plain_turns(formats: Formats, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Message]:
@@ -95,25 +132,30 @@ def _named(options: Mapping[str, Any], thinking_option: str) -> dict[str, Any]:
     return {thinking_option if name == "enable_thinking" else name: value for name, value in options.items()}
 
 
-def _in_a_form_it_takes(
-    tokenizer: Tokenizer,
-    steps: frozenset[Step],
-    turns: Sequence[Message],
-    tools: Sequence[Any] | None,
-    options: Mapping[str, Any],
-) -> str:
-    """The template's text of the messages after ``steps``, or after more of them."""
+def _in_a_form_it_takes(way: _Way, steps: frozenset[Step], turns: Sequence[Message]) -> str:
+    """The template's text of the messages after ``steps``, or after more of them, in which nothing is missing.
+
+    Raises ApiError with what is missing, or else with the last form's refusal.
+    """
     last: list[Message] | None = None
+    loss: ApiError | None = None
     refusal: ApiError | None = None
     for more in ((), *STRICTER):
         steps = steps.union(more)
-        messages = forms.in_form(turns, steps)
+        messages = way.messages(turns, steps)
         if messages == last:
             continue
         last = messages
         try:
-            return tokenizer.render_chat(messages, tools, options)
+            text = way.text(messages)
         except ApiError as error:
             refusal = error
-    assert refusal is not None
-    raise refusal
+            continue
+        loss = way.loss(turns, steps, text)
+        if loss is None:
+            return text
+        if loss.param == "tools" and way.form != "described":
+            break
+    failure = loss or refusal
+    assert failure is not None
+    raise failure
