@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -40,6 +41,8 @@ VOCABULARY, TASK = b"v", b"t"
 # Deep recursion has to end the process here rather than the server, whose threads have 2 MB at least.
 _STACK_BYTES = 2**20
 _TICK_S = 0.1
+# Why a process was ended whose task is begun again.
+_LATER = "later"
 # Of a small grammar, which finds room in what the process holds already.
 _LEAST_BYTES = 64 * 1024
 _REASONS: Mapping[int, str] = {
@@ -54,6 +57,7 @@ _REASONS: Mapping[int, str] = {
 class Limits:
     """What compiling one grammar may take, and how many are compiled at once; more wait in order.
 
+    As many that take longer than ``short_s`` go on beside them, so that no ordinary grammar waits for dear ones.
     ``bounds``: the system enforces a limit of a process's memory. ``watches``: it does not, so the processes' memory is
     looked at from outside.
     """
@@ -61,6 +65,7 @@ class Limits:
     cpu_s: int = 3
     memory_bytes: int = 384 * 2**20
     wall_s: float = 60.0
+    short_s: float = 0.3
     at_once: int = max(2, min(4, (os.cpu_count() or 1) // 2))
     bounds: bool = sys.platform == "linux"
     watches: bool = sys.platform != "linux"
@@ -68,7 +73,10 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Task:
-    """A grammar to compile. ``pid`` is 0 until it has a process; ``ended`` is why this program ends that one."""
+    """A grammar to compile. ``pid`` is 0 until it has a process; ``ended`` is why this program ends that one.
+
+    ``is_long``: it has taken longer than a short one may.
+    """
 
     reply: socket.socket
     vocabulary: int
@@ -76,6 +84,7 @@ class _Task:
     pid: int = 0
     started_at: float = 0.0
     ended: str = ""
+    is_long: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +149,16 @@ class _Parent:
             self._spare = None
 
     def _start_waiting(self) -> None:
-        while self._waiting and len(self._running) < self._limits.at_once:
-            self._start(self._waiting.popleft(), self._spare or self._fork())
-            self._spare = None
+        for task in list(self._waiting):
+            if self._has_place(is_long=task.is_long):
+                self._waiting.remove(task)
+                self._start(task, self._spare or self._fork())
+                self._spare = None
         if self._spare is None and self._tries:
             self._spare = self._fork()
+
+    def _has_place(self, *, is_long: bool) -> bool:
+        return sum(task.is_long == is_long for task in self._running) < self._limits.at_once
 
     def _start(self, task: _Task, process: _Spare) -> None:
         task.pid, task.started_at = process.pid, time.monotonic()
@@ -177,11 +191,22 @@ class _Parent:
         for task in self._running:
             if now - task.started_at > self._limits.wall_s:
                 self._kill(task, "time")
+            elif now - task.started_at > self._limits.short_s and not (task.is_long or task.ended):
+                self._give_way(task)
         if self._limits.watches and self._running:
             held = resident_bytes([task.pid for task in self._running])
             for task in self._running:
                 if held.get(task.pid, 0) > self._own_bytes + self._limits.memory_bytes:
                     self._kill(task, "memory")
+
+    def _give_way(self, task: _Task) -> None:
+        """A task is long: it goes on in a long one's place. If there is none and others wait, it begins again later."""
+        if self._has_place(is_long=True):
+            task.is_long = True
+            with suppress(ProcessLookupError):
+                os.setpriority(os.PRIO_PROCESS, task.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5))
+        elif any(not waiting.is_long for waiting in self._waiting):
+            self._kill(task, _LATER)
 
     def _kill(self, task: _Task, why: str) -> None:
         task.ended = task.ended or why
@@ -192,7 +217,18 @@ class _Parent:
             pid, status = os.waitpid(task.pid, os.WNOHANG)
             if pid:
                 self._running.remove(task)
-                self._tell_end(task, os.waitstatus_to_exitcode(status))
+                code = os.waitstatus_to_exitcode(status)
+                if code and task.ended == _LATER:
+                    self._put_off(task)
+                else:
+                    self._tell_end(task, code)
+
+    def _put_off(self, task: _Task) -> None:
+        with suppress(OSError):
+            # The process may have begun an answer.
+            task.reply.send(b"\n", socket.MSG_DONTWAIT)
+        task.is_long, task.ended = True, ""
+        self._waiting.append(task)
 
     def _tell_end(self, task: _Task, code: int) -> None:
         """Say why a process ended that gave no answer itself."""

@@ -150,6 +150,19 @@ def test_a_process_ends_with_its_client_and_no_other_with_it(start):
     compiler.close()
 
 
+def test_an_ordinary_grammar_does_not_wait_for_dear_ones(start):
+    compiler = start(at_once=1, cpu_s=3)
+    compiled(compiler, regex(9))
+    with ThreadPoolExecutor(5) as pool:
+        dear = [pool.submit(refusal, compiler, ENDLESS) for _ in range(5)]
+        while len(children(compiler._child._process.pid)) < 2:
+            assert not any(future.done() for future in dear)
+        assert all(compiled(compiler, regex(i)) for i in range(3))
+        assert not all(future.done() for future in dear)
+        # Those that were put off for it get their answers all the same.
+        assert all("more than 3 s of CPU time" in future.result().message for future in dear)
+
+
 def test_a_child_that_dies_is_started_again_and_what_it_had_is_asked_again(start, caplog):
     compiler = start(cpu_s=2)
     compiled(compiler, regex(0))
