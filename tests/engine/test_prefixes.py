@@ -10,8 +10,9 @@ import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
+from mlx_serve.engine.cache.disk import FoundFile
 from mlx_serve.engine.cache.kinds import cut_back
-from mlx_serve.engine.cache.prefixes import Found, PrefixCache, as_ids, common
+from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids, common
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
@@ -486,7 +487,7 @@ class Disk:
         return common(ids(tokens), ids(self.tokens))
 
     def find(self, tokens, scope, *, trimmable):
-        return Found(self.covers(tokens, scope, trimmable=trimmable), ids(self.tokens), None)
+        return FoundFile(self.covers(tokens, scope, trimmable=trimmable), ids(self.tokens), None)
 
     def load(self, found):
         return self.cache
@@ -559,7 +560,7 @@ def test_of_a_file_only_a_prefix_of_the_prompt_is_taken(held):
         """Says that a file gives more than it does."""
 
         def find(self, tokens, scope, *, trimmable):
-            return Found(180, ids(self.tokens), None)
+            return FoundFile(180, ids(self.tokens), None)
 
     right = held[:180] == A * 9
     cache = PrefixCache(10, None, tier=Other(held, counted(held)))

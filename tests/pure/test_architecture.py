@@ -50,8 +50,8 @@ ORDER = {
     "commands/service": "files command",
     "demo": "gguf model",
     "engine": "errors token_ids memory architectures model_directory catalog backend load_errors model_files cache"
-    " ranks generate models schedule",
-    "engine/cache": "kinds size prefixes file state index store disk",
+    " generate ranks models schedule",
+    "engine/cache": "kinds size file state index store disk prefixes",
     "engine/generate": "prefill_budget prefill trial pooling grammars constraints sampling token_choice scoring"
     " embedding loaded batch single",
     "engine/models": "encoding tokenizer weights sharding store",
@@ -155,6 +155,19 @@ def test_an_import_across_layers_is_found():
 def test_only_the_named_modules_import_mlx(module):
     mlx = {name for name in imports(PACKAGE / module) if name.split(".")[0] in ("mlx", "mlx_lm")}
     assert not mlx or module in MAY_IMPORT_MLX
+
+
+# Of mlx-lm's module of caches, what names no kind: it makes a model's own.
+NAMES_NO_KIND = {"mlx_lm.models.cache.make_prompt_cache"}
+
+
+@pytest.mark.parametrize("module", sorted(MAY_IMPORT_MLX))
+def test_only_one_module_knows_the_kinds_of_caches(module):
+    text = (PACKAGE / module).read_text()
+    known = {name for name in imports(PACKAGE / module) if name.startswith("mlx_lm.models")} - NAMES_NO_KIND
+    words = set(re.findall(r"\b\w*(?:KVCache|ArraysCache|CacheList|RotatingKV)\w*", text))
+    words |= set(re.findall(r"\.(?:offset|is_trimmable|trim|merge|start_position|max_size|keys_and_values)\b", text))
+    assert bool(known | words) == (module == "engine/cache/kinds.py")
 
 
 def test_the_page_on_the_architecture_names_modules_that_are_there():

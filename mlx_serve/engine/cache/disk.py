@@ -1,6 +1,6 @@
 """KV caches of prompts in files, which survive a restart: the tier below the prefix cache in memory.
 
-Here cache objects become bytes and back, on the worker thread: the writer of cache_store.py never sees an mlx array.
+Here cache objects become bytes and back, on the worker thread: the writer of store.py never sees an mlx array.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mlx_serve.engine.cache import file, state
 from mlx_serve.engine.cache.file import DamagedFileError, Header
 from mlx_serve.engine.cache.index import Entry
 from mlx_serve.engine.cache.kinds import can_trim
-from mlx_serve.engine.cache.prefixes import Found
 from mlx_serve.engine.cache.store import CacheStore
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,15 @@ _READ = ("config.json", "tokenizer.json", "adapter_config.json")
 _LOOKED_AT = (".safetensors", ".npz", ".gguf", ".py")
 # Python's and MLX's words for it. The requests that are being decoded must not fail for the sake of a cache.
 _NO_MEMORY = (MemoryError, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file whose first ``n_tokens`` tokens are a prompt's; ``held`` are all of its tokens, ``file`` is its entry."""
+
+    n_tokens: int
+    held: NDArray[np.int64]
+    file: Entry
 
 
 class DiskCache:
@@ -69,18 +81,18 @@ class DiskTier:
         found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
         return found[1] if found is not None else 0
 
-    def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> Found | None:
+    def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> FoundFile | None:
         """The file that gives most leading tokens of a prompt, by the index alone.
 
         Of a cache that can be cut back (``trimmable`` says that this model's can, the file that its own still could)
         the longest common prefix counts; of another one all its tokens or none.
         """
         found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
-        return Found(found[1], file.from_key(found[0].key), found[0]) if found is not None else None
+        return FoundFile(found[1], file.from_key(found[0].key), found[0]) if found is not None else None
 
-    def load(self, found: Found) -> list[Any] | None:
+    def load(self, found: FoundFile) -> list[Any] | None:
         """That file's whole cache; None when the file is gone by now, or damaged."""
-        entry: Entry = found.file
+        entry = found.file
 
         def decode(header: Header, take: Callable[[int], bytearray]) -> list[Any]:
             if (header.identity, header.key) != (entry.identity, entry.key):

@@ -1,4 +1,4 @@
-"""What the project knows of mlx-lm's kinds of caches: how many tokens one holds, and what can be done with it.
+"""All that the project knows of mlx-lm's kinds of caches: how each grows, is cut back, is written and is made again.
 
 Worker thread only. A kind that mlx-lm adds is described here and nowhere else. Knows no file and no scheduler.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -20,8 +21,8 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-# All that may be read from a file.
-KINDS = {
+# All that may be written to a file and made of what a file says.
+_KINDS = {
     kind.__name__: kind
     for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
 }
@@ -57,16 +58,46 @@ def always_trims(cache: Sequence[Any]) -> bool:
     return all(isinstance(layer, KVCache) for layer in leaves(cache))
 
 
+def take_back(cache: list[Any], n_tokens: int) -> None:
+    """Take the last ``n_tokens`` off a cache that trims; mlx-lm keeps their room."""
+    trim_prompt_cache(cache, n_tokens)
+
+
 def cut_back(cache: list[Any], n_tokens: int) -> None:
     """Take the last ``n_tokens`` off a copy of a cache (if any, it must trim), and what room there is behind the rest.
 
     mlx-lm keeps that room, and the first write to what is shared would copy all of it. ConcatenateKVCache even keeps
     what was in it, and adds the next tokens behind that.
     """
-    trim_prompt_cache(cache, n_tokens)
+    take_back(cache, n_tokens)
     for layer in leaves(cache):
         if isinstance(layer, _GROWING) and not layer.empty():
             layer.keys, layer.values = bare_state(layer)[:2]
+
+
+def kind_of(layer: Any) -> str | None:
+    """The name by which ``made`` knows the kind of a layer's cache; None: it does not know it."""
+    kind = type(layer)
+    return kind.__name__ if kind is CacheList or _KINDS.get(kind.__name__) is kind else None
+
+
+def parts_of(layer: Any) -> list[Any] | None:
+    """The caches that a layer's cache is a list of; None: it is a single one."""
+    return list(layer.caches) if type(layer) is CacheList else None
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """The cache whose ``parts_of`` these are."""
+    return CacheList(*parts)
+
+
+def made(kind_name: str, state: Any) -> Any:
+    """A single cache of a kind with what ``bare_state`` gave of another one. Raises KeyError for an unknown kind."""
+    kind = _KINDS[kind_name]
+    if kind is ConcatenateKVCache and state[0] is None:
+        # Its own state setter can't take what its state is before the first token.
+        return kind()
+    return kind.from_state(state)
 
 
 def bare_state(layer: Any) -> Any:
@@ -81,6 +112,17 @@ def bare_state(layer: Any) -> Any:
 def is_quantized(layer: Any) -> bool:
     """Whether a layer's cache is kept in few bits."""
     return isinstance(layer, QuantizedKVCache)
+
+
+def can_batch(layer: Any) -> bool:
+    """Whether mlx-lm can put a layer's caches of several sequences together."""
+    return hasattr(layer, "merge")
+
+
+def element_bytes(layer: Any) -> int:
+    """Bytes of one number in a layer's cache, before it is quantized."""
+    keys = getattr(layer, "keys", None)
+    return int(keys.dtype.size) if isinstance(keys, mx.array) else 2
 
 
 def is_fixed(layer: Any) -> bool:

@@ -10,14 +10,14 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import trim_prompt_cache
 from numpy.typing import NDArray
 
-from mlx_serve.engine.cache.kinds import can_trim, cut_back, holds
+from mlx_serve.engine.cache.disk import DiskTier, FoundFile
+from mlx_serve.engine.cache.kinds import can_trim, cut_back, holds, take_back
 
 log = logging.getLogger(__name__)
 
@@ -29,33 +29,8 @@ MIN_TOKENS = 16
 _MIN_FROM_DISK = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A file whose first ``n_tokens`` tokens are a prompt's; ``held`` are all of its tokens, ``file`` is the tier's."""
-
-    n_tokens: int
-    held: Ids
-    file: Any
-
-
-class Tier(Protocol):
-    """Where prefixes go that should outlive the process. Those of one scope are never found under another."""
-
-    def covers(self, tokens: Sequence[int], scope: str, *, trimmable: bool) -> int:
-        """How many leading tokens of a prompt the best file could give now."""
-
-    def find(self, tokens: Sequence[int], scope: str, *, trimmable: bool) -> Found | None:
-        """The file that gives most leading tokens of a prompt."""
-
-    def load(self, found: Found) -> list[Any] | None:
-        """That very file's cache, with all tokens that it holds; None when it can't be read any more."""
-
-    def save(self, tokens: Sequence[int], scope: str, cache: list[Any]) -> None:
-        """Keep a cache, soon."""
-
-
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _KeptPrefix:
     ids: Ids
     scope: str
     cache: list[Any]
@@ -83,14 +58,14 @@ class PrefixCache:
     """
 
     def __init__(
-        self, max_sequences: int, max_bytes: int | None, *, trimmable: bool = True, tier: Tier | None = None
+        self, max_sequences: int, max_bytes: int | None, *, trimmable: bool = True, tier: DiskTier | None = None
     ) -> None:
         self._max_sequences = max_sequences
         self._max_bytes = max_bytes
         self._trimmable = trimmable
         self._tier = tier
         # The least recently used first.
-        self._entries: list[_Entry] = []
+        self._entries: list[_KeptPrefix] = []
         self.n_bytes = 0
         self.n_evicted = 0
         # Changes whenever ``covers`` may.
@@ -147,7 +122,7 @@ class PrefixCache:
         while len(self._entries) > n_sequences:
             self._evict()
 
-    def _best(self, ids: Ids, scope: str) -> tuple[_Entry | None, int]:
+    def _best(self, ids: Ids, scope: str) -> tuple[_KeptPrefix | None, int]:
         most = len(ids) - 1
         best, best_n = None, MIN_TOKENS - 1
         for entry in reversed(self._of(scope)):
@@ -156,7 +131,7 @@ class PrefixCache:
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
-    def _of(self, scope: str) -> list[_Entry]:
+    def _of(self, scope: str) -> list[_KeptPrefix]:
         return [entry for entry in self._entries if entry.scope == scope]
 
     def _add(self, ids: Ids, scope: str, cache: list[Any]) -> bool:
@@ -170,7 +145,7 @@ class PrefixCache:
             # A cache that trims makes its own prefixes superfluous.
             if trims and n == len(entry.ids):
                 self._drop(entry)
-        entry = _Entry(ids, scope, cache, sum(layer.nbytes for layer in cache))
+        entry = _KeptPrefix(ids, scope, cache, sum(layer.nbytes for layer in cache))
         self._entries.append(entry)
         self.n_bytes += entry.n_bytes
         self.version += 1
@@ -179,7 +154,7 @@ class PrefixCache:
             self.shrink(self._max_bytes)
         return True
 
-    def _touch(self, entry: _Entry) -> None:
+    def _touch(self, entry: _KeptPrefix) -> None:
         self._entries.remove(entry)
         self._entries.append(entry)
 
@@ -187,19 +162,19 @@ class PrefixCache:
         self._drop(self._entries[0])
         self.n_evicted += 1
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _KeptPrefix) -> None:
         self._entries.remove(entry)
         self.n_bytes -= entry.n_bytes
         self.version += 1
 
-    def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> Found | None:
+    def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> FoundFile | None:
         """The best file, when it gives so much more than memory that it is worth reading."""
         if self._tier is None:
             return None
         found = self._tier.find(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return found if found is not None and _is_worth_reading(found.n_tokens, n_in_memory) else None
 
-    def _read(self, ids: Ids, scope: str, found: Found) -> None:
+    def _read(self, ids: Ids, scope: str, found: FoundFile) -> None:
         """Take what a file gives into memory."""
         assert self._tier is not None
         n, n_held = found.n_tokens, len(found.held)
@@ -207,7 +182,7 @@ class PrefixCache:
         if cache is None or not is_whole(cache, n_held) or common(found.held, ids) < n:
             return
         if n_held > n:
-            trim_prompt_cache(cache, n_held - n)
+            take_back(cache, n_held - n)
         self._add(ids[:n], scope, cache)
 
 

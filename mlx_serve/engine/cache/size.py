@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.cache.kinds import leaves, window
+from mlx_serve.engine.cache.kinds import element_bytes, leaves, window
 
 # mlx-lm's caches grow by so many tokens at a time.
 _STEP = 256
@@ -43,14 +43,14 @@ def measure(models: Sequence[Any]) -> KvSize:
     Whatever its arrays are called: what grows with the tokens is counted for each of them, the rest once.
     """
     shorter, longer = ([layer for model in models for layer in _filled(model, n)] for n in (_STEP, 2 * _STEP))
-    fixed, layers, element_bytes = 0.0, [], 2
+    fixed, layers, n_bytes = 0.0, [], 2
     for layer, grown in zip(shorter, longer, strict=True):
         each = (grown.nbytes - layer.nbytes) / _STEP
         fixed += max(0.0, layer.nbytes - each * _STEP)
         if each > 0:
             layers.append((each, window(layer)))
-            element_bytes = _element_bytes(layer)
-    return KvSize(int(fixed), tuple(layers), element_bytes)
+            n_bytes = element_bytes(layer)
+    return KvSize(int(fixed), tuple(layers), n_bytes)
 
 
 def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
@@ -58,11 +58,6 @@ def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
     cache = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
     return leaves(cache)
-
-
-def _element_bytes(layer: Any) -> int:
-    keys = getattr(layer, "keys", None)
-    return int(keys.dtype.size) if isinstance(keys, mx.array) else 2
 
 
 def quantized(size: KvSize, bits: int, group_size: int) -> KvSize:

@@ -1,7 +1,7 @@
 """mlx-lm's cache objects taken apart into plain data and bytes, and put together again.
 
-Worker thread only. Takes the kinds of cache_kinds.py and no other: a file can't name a class of its own choice. Knows
-no file.
+Worker thread only. Takes the kinds of kinds.py and no other: a file can't name a class of its own choice. Knows no
+file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache
 
 from mlx_serve.engine.cache.file import DamagedFileError
-from mlx_serve.engine.cache.kinds import KINDS, bare_state
+from mlx_serve.engine.cache.kinds import bare_state, joined, kind_of, made, parts_of
 
 # numpy has no bfloat16: its bits travel as integers.
 _DTYPES = {
@@ -66,11 +65,12 @@ def put_together(layout: list[Any], take: Callable[[int], bytearray]) -> list[An
 
 
 def _layer_node(layer: Any, arrays: list[mx.array]) -> dict[str, Any]:
-    name = type(layer).__name__
-    if type(layer) is CacheList:
-        return {"kind": name, "caches": [_layer_node(part, arrays) for part in layer.caches]}
-    if KINDS.get(name) is not type(layer):
-        raise UnknownStateError(f"a cache of the kind {name}")
+    name = kind_of(layer)
+    if name is None:
+        raise UnknownStateError(f"a cache of the kind {type(layer).__name__}")
+    parts = parts_of(layer)
+    if parts is not None:
+        return {"kind": name, "caches": [_layer_node(part, arrays) for part in parts]}
     return {"kind": name, "state": _node(bare_state(layer), arrays)}
 
 
@@ -89,14 +89,9 @@ def _node(value: Any, arrays: list[mx.array]) -> dict[str, Any]:
 
 
 def _layer(node: dict[str, Any], take: Callable[[int], bytearray]) -> Any:
-    if node["kind"] == CacheList.__name__:
-        return CacheList(*(_layer(part, take) for part in node["caches"]))
-    kind = KINDS[node["kind"]]
-    state = _value(node["state"], take)
-    if kind is ConcatenateKVCache and state[0] is None:
-        # Its own state setter can't take what its state is before the first token.
-        return kind()
-    return kind.from_state(state)
+    if "caches" in node:
+        return joined([_layer(part, take) for part in node["caches"]])
+    return made(node["kind"], _value(node["state"], take))
 
 
 def _value(node: dict[str, Any], take: Callable[[int], bytearray]) -> Any:

@@ -118,11 +118,9 @@ class BatchBackend(LoadedBackend):
             self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)
 
     def plan_step(self, gap_s: float) -> StepPlan:
-        """What the next step does."""
         return self._budget.plan(gap_s, len(self._prompts), len(self._decoding))
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
-        """A step as planned."""
         events: list[tuple[Job, Event]] = []
         n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
         if self._prompts:
@@ -136,11 +134,9 @@ class BatchBackend(LoadedBackend):
         return events
 
     def late(self) -> list[Job]:
-        """Jobs whose grammars have taken more time than they may."""
         return [sequence.choice.job for sequence in self._decoding.values() if sequence.choice.is_late]
 
     def give_up(self, jobs: Collection[Job]) -> None:
-        """Fail the grammars of these jobs."""
         for sequence in self._decoding.values():
             if sequence.choice.job in jobs and sequence.choice.constraint is not None:
                 sequence.choice.constraint.give_up()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
-from mlx_serve.engine.backend import ALIKE, StepPlan
+from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -18,34 +19,29 @@ T = TypeVar("T")
 _OF_MLX = (MemoryError, RuntimeError)
 
 
-class LoadedBackend:
-    """Lives on the worker thread."""
+class LoadedBackend(Backend):
+    """A backend whose steps are planned first, so that all ranks can follow one plan. Lives on the worker thread."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
 
     @property
     def alone(self) -> str:
-        """Why jobs run one at a time; "": they need not."""
         return self._loaded.alone
 
     @property
     def cache_bytes(self) -> int:
-        """What kept prefixes hold."""
         return self._loaded.prefix_cache.n_bytes
 
     @property
     def n_cached(self) -> int:
-        """Kept prefixes."""
         return len(self._loaded.prefix_cache)
 
     @property
     def n_evicted(self) -> int:
-        """Prefixes given up for room."""
         return self._loaded.prefix_cache.n_evicted
 
     def shrink_cache(self, max_bytes: int) -> None:
-        """Give up kept prefixes."""
         self._loaded.prefix_cache.shrink(max_bytes)
 
     def attempt(self, job: Job, work: Callable[[], T]) -> T | Failed:
@@ -64,13 +60,20 @@ class LoadedBackend:
             return Failed(job.index, internal_error())
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """Go on with all jobs: a token of each that decodes, and about ``gap_s`` seconds of prefill."""
         return self.run_step(self.plan_step(gap_s))
 
+    @abstractmethod
     def plan_step(self, gap_s: float) -> StepPlan:
-        """What the next step does."""
-        raise NotImplementedError
+        """What the next step does, judged by this rank's clock."""
 
+    @abstractmethod
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
-        """A step as planned."""
-        raise NotImplementedError
+        """A step as planned. It depends on nothing else that ranks could see differently."""
+
+    @abstractmethod
+    def late(self) -> list[Job]:
+        """Jobs whose grammars have taken more time than they may."""
+
+    @abstractmethod
+    def give_up(self, jobs: Collection[Job]) -> None:
+        """Fail the grammars of these jobs."""

@@ -102,11 +102,9 @@ class SingleBackend(LoadedBackend):
             self._running = None
 
     def plan_step(self, gap_s: float) -> StepPlan:
-        """What the next step does."""
         return StepPlan(self._budget.tokens(gap_s))
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
-        """A step as planned."""
         n_tokens = plan.n_tokens
         if self._embedding is not None:
             return self._embed(self._embedding, n_tokens)

@@ -13,10 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, generation_stream, maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE
-from mlx_serve.engine.cache.kinds import always_trims, is_fixed, is_quantized, kind_names, leaves
+from mlx_serve.engine.cache.kinds import always_trims, can_batch, is_fixed, is_quantized, kind_names, leaves, take_back
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
 
@@ -51,7 +51,7 @@ def refusal(model: Any, draft_model: Any, *, kv_bits: int | None, kv_group_size:
 
 def batch_fault(model: Any) -> str:
     """Why sequences of a model can't be run together. Raises what the model does when it can't be run alone either."""
-    if faulty := [layer for layer in make_prompt_cache(model) if not hasattr(layer, "merge")]:
+    if faulty := [layer for layer in make_prompt_cache(model) if not can_batch(layer)]:
         return f"mlx-lm cannot batch its {kind_names(faulty)}"
     caches = [_prefilled(model, prompt) for prompt in (_LONG, _SHORT)]
     alone = copy.deepcopy(caches)
@@ -98,7 +98,7 @@ def rewind_fault(model: Any, *, computes: bool) -> str:
     straight = _prefilled(model, _LONG)
     prefill(model, cache, _LONG[:-3])
     prefill(model, cache, _SHORT)
-    trim_prompt_cache(cache, len(_SHORT))
+    take_back(cache, len(_SHORT))
     prefill(model, cache, _LONG[-3:-1])
     rows = [_logprobs(model, one, _LONG[-1]) for one in (straight, cache)]
     apart = _distance(*rows)

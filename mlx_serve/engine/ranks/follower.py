@@ -6,11 +6,15 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_serve.engine.backend import ALIKE, EngineLost, StepPlan, is_last
-from mlx_serve.engine.ranks.protocol import JointOpening, Messages, PartBackend, Store, job_of
+from mlx_serve.engine.ranks.protocol import JointOpening, Store, job_of
 from mlx_serve.values import ApiError, Event, Job
+
+if TYPE_CHECKING:  # they import MLX
+    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.ranks.group import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +22,7 @@ log = logging.getLogger(__name__)
 class Follower:
     """Does on another rank what rank 0 does."""
 
-    def __init__(self, store: Store, ranks: Messages) -> None:
+    def __init__(self, store: Store, ranks: Ranks) -> None:
         self._store = store
         self._ranks = ranks
         self._opening: JointOpening | None = None
@@ -71,7 +75,7 @@ class Follower:
 class _Part:
     """A backend on another rank than 0, and its jobs by their numbers. Nobody reads their events."""
 
-    def __init__(self, backend: PartBackend) -> None:
+    def __init__(self, backend: LoadedBackend) -> None:
         self.backend = backend
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_serve.engine.backend import ALIKE, Opening, is_last
-from mlx_serve.engine.ranks.protocol import JointOpening, Kept, Messages, PartBackend, Store, job_data
+from mlx_serve.engine.ranks.protocol import JointOpening, Store, job_data
 from mlx_serve.values import Event, Job
+
+if TYPE_CHECKING:  # they import MLX
+    from mlx_serve.engine.cache.prefixes import PrefixCache
+    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.ranks.group import Ranks
 
 # How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request
 # that comes meanwhile waits for the others to wake up, the longer the longer the pause has been.
@@ -18,13 +23,14 @@ LONGEST_REST_S = 0.1
 
 
 class Leader:
-    """The scheduler's models on rank 0. ``on_leave`` is called when another rank was told to end.
+    """The scheduler's Models on rank 0: what it does, all ranks do.
 
+    ``on_leave`` is called when another rank was told to end.
     ``cache_bytes``: what the kept prefixes of one model may hold. None: what the memory leaves.
     """
 
     def __init__(
-        self, store: Store, ranks: Messages, on_leave: Callable[[], None], cache_bytes: int | None = None
+        self, store: Store, ranks: Ranks, on_leave: Callable[[], None], cache_bytes: int | None = None
     ) -> None:
         self._store = store
         self._ranks = ranks
@@ -42,7 +48,6 @@ class Leader:
         self.rest = store.rest
 
     def open(self, name: str) -> Opening:
-        """Load a model on all ranks. Raises ApiError when one of them can't."""
         self._store.check_room(name)
         self.post("open", name)
         opening = JointOpening(self._store, self._ranks, name)
@@ -52,7 +57,6 @@ class Leader:
         return LedBackend(self, name, backend, self._store.prefix_cache(name))
 
     def unload(self, name: str) -> None:
-        """Let a model go on all ranks."""
         self.post("unload", name)
         self._store.unload(name)
 
@@ -90,9 +94,9 @@ class Leader:
 
 
 class LedBackend:
-    """A backend of rank 0 that says what it does. Jobs are called by numbers."""
+    """A Backend of rank 0 that says what it does. Jobs are called by numbers; the figures are this rank's."""
 
-    def __init__(self, leader: Leader, name: str, part: PartBackend, kept: Kept) -> None:
+    def __init__(self, leader: Leader, name: str, part: LoadedBackend, kept: PrefixCache) -> None:
         self.capacity = part.capacity
         self._leader = leader
         self._name = name
@@ -103,27 +107,22 @@ class LedBackend:
 
     @property
     def alone(self) -> str:
-        """Why jobs run one at a time."""
         return self._part.alone
 
     @property
     def n_decoding(self) -> int:
-        """Jobs whose prompts are done."""
         return self._part.n_decoding
 
     @property
     def cache_bytes(self) -> int:
-        """What kept prefixes hold on this rank."""
         return self._part.cache_bytes
 
     @property
     def n_cached(self) -> int:
-        """How many prefixes are kept."""
         return self._part.n_cached
 
     @property
     def n_evicted(self) -> int:
-        """How many were given up."""
         return self._part.n_evicted
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
@@ -131,14 +130,12 @@ class LedBackend:
         return self._part.kv_bytes(jobs)
 
     def insert(self, job: Job) -> None:
-        """Take a job in. Raises ApiError 400, as on all ranks."""
         self._n_jobs += 1
         self._leader.post("insert", self._name, self._n_jobs, job_data(job))
         self._part.insert(job)
         self._numbers[job] = self._n_jobs
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Forget jobs."""
         self._leader.post("remove", self._name, self._numbers_of(jobs))
         with self._failing_alike():
             self._part.remove(jobs)
@@ -147,7 +144,6 @@ class LedBackend:
         self._bound_cache()
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """A step on all ranks."""
         plan, late = self._part.plan_step(gap_s), self._part.late()
         self._leader.post("step", self._name, astuple(plan), self._numbers_of(late))
         with self._failing_alike():

@@ -11,69 +11,25 @@ and follower.py are the sides. Knows no MLX; worker thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator
 from dataclasses import asdict, replace
 from queue import SimpleQueue
-from threading import Event as Flag
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_serve.engine.backend import Backend, EngineLost, StepPlan
+from mlx_serve.engine.backend import EngineLost, Models
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.engine.memory import MemoryUse
-from mlx_serve.values import ApiError, Event, Gate, Grammar, Inputs, Job, Prompt, Sampling
+from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling
+
+if TYPE_CHECKING:  # they import MLX
+    from mlx_serve.engine.cache.prefixes import PrefixCache
+    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.ranks.group import Ranks
 
 _READING, _READ, _FAILED = range(3)
 
 
-class Messages(Protocol):
-    """What is asked of ``ranks.Ranks``."""
-
-    rank: int
-    lost: bool
-    leaving: Flag
-
-    def post(self, message: Sequence[Any]) -> bool:
-        """Send to all others. True: one of them was told to end."""
-
-    def receive(self) -> list[Any]:
-        """The next message of rank 0."""
-
-    def gather(self, values: Sequence[int]) -> list[list[int]]:
-        """Every rank's values."""
-
-    def stream(self) -> Any:
-        """A context in which models run."""
-
-
-class PartBackend(Backend, Protocol):
-    """A backend whose step depends on what it is told alone."""
-
-    def plan_step(self, gap_s: float) -> StepPlan:
-        """What the next step does."""
-
-    def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
-        """A step as planned."""
-
-    def late(self) -> list[Job]:
-        """Jobs whose grammars have taken more time than they may."""
-
-    def give_up(self, jobs: Collection[Job]) -> None:
-        """Fail the grammars of these jobs."""
-
-
-class Kept(Protocol):
-    """Kept prefixes."""
-
-    def __len__(self) -> int: ...
-
-    def keep(self, n_sequences: int) -> None:
-        """Give up the least recently used ones until no more than ``n_sequences`` are held."""
-
-
-class Store(Protocol):
-    """What is asked of ``models.ModelStore``."""
-
-    kv_copies: int
+class Store(Models, Protocol):
+    """The models of one rank (``models.store.ModelStore``): loading is cut in parts, which ranks do side by side."""
 
     def tokenizer(self, entry: ModelEntry) -> Any:
         """The model's tokenizer."""
@@ -81,35 +37,17 @@ class Store(Protocol):
     def vocabulary(self, entry: ModelEntry) -> Any:
         """The model's tokens, for grammars."""
 
-    def weights_bytes(self, name: str) -> int:
-        """What a model's weights hold of this process's memory."""
-
-    def has_room(self, names: Collection[str]) -> bool:
-        """Whether these models may be in memory together."""
-
-    def kv_limit(self, names: Collection[str]) -> int | None:
-        """Bytes for KV caches while these models are in memory."""
-
     def check_room(self, name: str) -> None:
         """Raises ApiError when a model can't be loaded here."""
 
     def read(self, name: str) -> Generator[None, None, None]:
         """Read a model's weights in slices."""
 
-    def finish(self, name: str) -> PartBackend:
+    def finish(self, name: str) -> LoadedBackend:
         """A backend for a model that was read; all ranks at once."""
 
-    def prefix_cache(self, name: str) -> Kept:
+    def prefix_cache(self, name: str) -> PrefixCache:
         """The kept prefixes of a model in memory."""
-
-    def memory(self) -> MemoryUse:
-        """What it all takes now on this rank."""
-
-    def rest(self) -> None:
-        """Nothing is going on: give back what MLX keeps of freed memory."""
-
-    def unload(self, name: str) -> None:
-        """Let a model go."""
 
     def close(self) -> None:
         """Let all models go."""
@@ -118,7 +56,7 @@ class Store(Protocol):
 class JointOpening:
     """A model that all ranks load, each at its own pace; what they compute together begins when all have read it."""
 
-    def __init__(self, store: Store, ranks: Messages, name: str) -> None:
+    def __init__(self, store: Store, ranks: Ranks, name: str) -> None:
         self._store = store
         self._ranks = ranks
         self._name = name
@@ -126,7 +64,7 @@ class JointOpening:
         self._state = _READING
         self._error: ApiError | None = None
 
-    def go_on(self) -> PartBackend | None:
+    def go_on(self) -> LoadedBackend | None:
         """A slice further on every rank. The backend when all are done; raises ApiError, on all, when one failed."""
         with self._ranks.stream():
             self._read()
