@@ -56,7 +56,7 @@ ORDER = {
     " embedding loaded batch single",
     "engine/models": "encoding tokenizer weights sharding store",
     "engine/ranks": "group protocol follower leader",
-    "engine/schedule": "deadlines heartbeat queue scheduler watch worker",
+    "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
     "settings": "flags file config http models ranks",
     "text": "symbols tokenizer detokenizer stops guard grammar grammar_task calls splitter formats templates prompt",
     "text/calls": "values literals shapes readers json_reader xml_reader harmony forced descriptions registry",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from mlx_serve.values import Job
+from mlx_serve.engine.schedule.deadlines import retry_headers
+from mlx_serve.values import ApiError, Job
 
 # What a step of priority is worth in waiting time: much beside an ordinary wait, but no job is passed by for ever.
 PRIORITY_STEP_S = 30.0
@@ -41,3 +42,18 @@ class Waiting:
         if taken:
             self._jobs = [job for job in self._jobs if not wanted(job)]
         return taken
+
+
+def queue_full(max_queue: int, n_jobs: int) -> ApiError:
+    """What the client of so many jobs gets when they would be more than ``max_queue``."""
+    if n_jobs > max_queue:
+        return ApiError(
+            400, f"The request asks for {n_jobs} sequences; this server queues at most {max_queue}.", param="n"
+        )
+    return ApiError(
+        429,
+        f"The server is busy: {max_queue} sequences are waiting already (--max-queue). Try again soon.",
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=retry_headers(),
+    )

@@ -1,0 +1,156 @@
+"""The models in memory with the jobs that each runs, and the model that is being loaded.
+
+Only the worker thread opens, unloads and changes them. Other threads read them under the scheduler's lock, which is
+handed in. Knows no queue: the scheduler says which job gets in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Condition
+
+from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.schedule.heartbeat import Costs
+from mlx_serve.values import EngineStats, Job, ModelStats
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Slot:
+    """A model in memory. ``costs``: what its steps took so far."""
+
+    backend: Backend
+    costs: Costs
+    used_s: float
+    running: dict[Job, None] = field(default_factory=dict)
+
+    @property
+    def n_prefilling(self) -> int:
+        """Jobs whose prompts are not done."""
+        return len(self.running) - self.backend.n_decoding
+
+
+class LoadedModels:
+    """``slots`` by name, the least recently used first; ``opening`` is a model on its way into memory.
+
+    ``served``: a model was ready at some time. ``new_costs`` makes the costs of a new model's steps.
+    """
+
+    def __init__(
+        self, models: Models, lock: Condition, clock: Callable[[], float], new_costs: Callable[[], Costs]
+    ) -> None:
+        self._models = models
+        self._lock = lock
+        self._clock = clock
+        self._new_costs = new_costs
+        self.slots: dict[str, Slot] = {}
+        self.opening: tuple[str, Opening] | None = None
+        self.served = False
+        # Of the models that are no longer in memory.
+        self._n_evicted_before = 0
+
+    def running(self) -> list[Job]:
+        """Of all models, but for those whose clients were told already. Any thread, under the lock."""
+        # Copies at one go: the worker thread takes jobs out without the lock.
+        return [job for slot in self.slots.values() for job in list(slot.running) if not job.cancelled]
+
+    def open(self, name: str) -> None:
+        """Begin to load a model; whoever has to give room for it must be idle by now."""
+        # Nobody has to go for a model that is too large by itself: opening it says so.
+        fits_alone = self._models.has_room([name])
+        for other in list(self.slots):
+            if not fits_alone or self._models.has_room([*self.slots, name]):
+                break
+            if not self.slots[other].running:
+                self.unload(other)
+        with self._lock:
+            self.opening = (name, self._models.open(name))
+
+    def may_open(self, name: str) -> bool:
+        """Whether there is room for a model once the idle ones are gone."""
+        busy = [other for other, slot in self.slots.items() if slot.running]
+        return self._models.has_room([*busy, name]) or not busy
+
+    def go_on(self, name: str, opening: Opening) -> None:
+        """Load a slice more of the model that is being loaded. Raises ApiError."""
+        try:
+            next(opening)
+        except StopIteration as opened:
+            with self._lock:
+                self.slots[name] = Slot(opened.value, self._new_costs(), self._clock())
+                self.opening = None
+                self.served = True
+
+    def make_anew(self, name: str) -> None:
+        """A backend on weights that are still in memory."""
+        if self.opening is None:
+            self.opening = (name, self._models.open(name))
+        else:
+            self._models.unload(name)
+
+    def unload(self, name: str) -> None:
+        """Let a model go, with its kept prefixes."""
+        with self._lock:
+            slot = self.slots.pop(name)
+            self._n_evicted_before += slot.backend.n_evicted
+        slot.backend.close()
+        # Not a name more may hold it, or the old model stays in memory beside the new one.
+        del slot
+        self._models.unload(name)
+
+    def unload_unused(self, ttl_s: float) -> None:
+        """Let the models go that were not used for ``ttl_s`` seconds. 0: none."""
+        now = self._clock()
+        if not ttl_s:
+            return
+        for name, slot in list(self.slots.items()):
+            if not slot.running and now - slot.used_s >= ttl_s:
+                log.info("unloading %s: not used for %g s", name, ttl_s)
+                self.unload(name)
+
+    def next_expiry_s(self, ttl_s: float) -> float | None:
+        """Seconds until ``unload_unused`` may have something to do; None: nothing ever."""
+        if not ttl_s or not self.slots:
+            return None
+        first = min(slot.used_s for slot in self.slots.values())
+        return max(0.0, first + ttl_s - self._clock())
+
+    def close(self) -> None:
+        """Close all backends, and end what is being loaded."""
+        with self._lock:
+            opening, self.opening = self.opening, None
+            slots = list(self.slots.values())
+            self.slots.clear()
+        if opening is not None:
+            opening[1].close()
+        for slot in slots:
+            slot.backend.close()
+
+    def stats(self, slots: dict[str, Slot], waiting: Counter[str], memory: MemoryUse) -> EngineStats:
+        """The figures of a copy of ``slots``. Any thread."""
+        models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
+        return EngineStats(
+            waiting=waiting.total(),
+            running=sum(model.running for model in models),
+            models=models,
+            kv_bytes=sum(model.kv_bytes for model in models),
+            prefix_cache_bytes=sum(slot.backend.cache_bytes for slot in slots.values()),
+            prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
+            evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
+            weights_bytes=sum(model.weights_bytes for model in models),
+            active_bytes=memory.active_bytes,
+            peak_bytes=memory.peak_bytes,
+            cache_bytes=memory.cache_bytes,
+        )
+
+    def _model_stats(self, name: str, slot: Slot, n_waiting: int) -> ModelStats:
+        # A copy at one go: the worker thread takes jobs out without the lock.
+        running = list(slot.running)
+        kv_bytes = slot.backend.kv_bytes(running) if running else 0
+        weights_bytes, backend = self._models.weights_bytes(name), slot.backend
+        return ModelStats(name, n_waiting, len(running), weights_bytes, kv_bytes, backend.capacity, backend.alone)

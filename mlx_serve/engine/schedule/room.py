@@ -1,0 +1,104 @@
+"""What memory allows: whether a job's KV cache fits beside those that run, and how much kept prefixes may hold.
+
+Kept prefixes and idle models yield to jobs. Worker thread, but for ``check_alone``. Knows no queue, no MLX.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection
+from dataclasses import replace
+
+from mlx_serve.engine.backend import Models
+from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
+from mlx_serve.values import ApiError, Job
+
+
+class Room:
+    """Of the models that are loaded."""
+
+    def __init__(self, models: Models, loaded: LoadedModels) -> None:
+        self._models = models
+        self._loaded = loaded
+        # What kept prefixes held when they were last looked at.
+        self._bounded_bytes = 0
+
+    def has_memory(self, job: Job, slot: Slot) -> bool:
+        """Whether the job's KV cache fits beside those that run; kept prefixes yield. Raises ApiError 400: never."""
+        self.check_alone(job, slot)
+        while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
+            wanted = self._running_bytes() + self._kv_bytes(slot, [*slot.running, job])
+            wanted -= self._kv_bytes(slot, slot.running)
+            if wanted <= limit:
+                self._shrink_caches(limit - wanted)
+                return True
+            # Idle models go only when there is nothing to wait for.
+            idle = [name for name, other in self._loaded.slots.items() if other is not slot]
+            if not idle or any(other.running for other in self._loaded.slots.values()):
+                return False
+            self._loaded.unload(idle[0])
+        return True
+
+    def check_alone(self, job: Job, slot: Slot) -> None:
+        """Refuse a job that would not fit even alone. Raises ApiError 400. Any thread."""
+        # With no other model in memory: those can go.
+        limit = self._models.kv_limit([job.model])
+        if limit is None or (alone := self._kv_bytes(slot, [job])) <= limit:
+            return
+        if not (job.sampling.is_limit_default and self._shorten(job, slot, limit)):
+            raise _never_fits(job, alone, limit)
+
+    def _shorten(self, job: Job, slot: Slot, limit: int) -> bool:
+        """Lower a limit on the output that no client set to what its KV cache has room for; False: there is none."""
+        whole = job.sampling
+
+        def fits(n_output: int) -> bool:
+            job.sampling = replace(whole, max_tokens=n_output)
+            return self._kv_bytes(slot, [job]) <= limit
+
+        # The first number of tokens that does not fit, less one.
+        most = bisect_left(range(1, whole.max_tokens + 1), True, key=lambda n_output: not fits(n_output))
+        job.sampling = replace(whole, max_tokens=most) if most else whole
+        return most > 0
+
+    def _running_bytes(self) -> int:
+        """What the KV caches of all that runs can come to."""
+        return sum(self._kv_bytes(slot, slot.running) for slot in self._loaded.slots.values() if slot.running)
+
+    def _kv_bytes(self, slot: Slot, jobs: Collection[Job]) -> int:
+        return slot.backend.kv_bytes(jobs) * self._models.kv_copies
+
+    def _cached_bytes(self) -> int:
+        return sum(slot.backend.cache_bytes for slot in self._loaded.slots.values())
+
+    def bound_caches(self) -> None:
+        """After a step may have kept more prefixes."""
+        if self._cached_bytes() > self._bounded_bytes:
+            limit = self._models.kv_limit(list(self._loaded.slots))
+            if limit is not None:
+                self._shrink_caches(limit - self._running_bytes())
+
+    def _shrink_caches(self, max_bytes: int) -> None:
+        """The least recently used model's prefixes go first."""
+        excess = self._cached_bytes() - max(0, max_bytes)
+        for slot in self._loaded.slots.values():
+            if excess <= 0:
+                break
+            held = slot.backend.cache_bytes
+            slot.backend.shrink_cache(max(0, held - excess))
+            excess -= held - slot.backend.cache_bytes
+        self._bounded_bytes = self._cached_bytes()
+
+
+def _never_fits(job: Job, wanted: int, limit: int) -> ApiError:
+    n_prompt, n_output = len(job.prompt.tokens), job.sampling.max_tokens
+    wants = f"{n_prompt} prompt tokens and 'max_tokens' {n_output}"
+    if job.inputs is not None:
+        wants = f"its longest input has {n_prompt} tokens"
+    return ApiError(
+        400,
+        f"The request needs {wanted} bytes of KV cache ({wants}); this server has {limit} (--kv-cache-bytes, "
+        "--memory-bytes). Ask for fewer tokens.",
+        param="max_tokens" if job.inputs is None else "input",
+        code="kv_cache_exceeded",
+    )
