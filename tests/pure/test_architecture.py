@@ -53,8 +53,8 @@ ORDER = {
     " generate ranks models schedule",
     "engine/cache": "kinds size file state index store disk prefixes",
     "engine/generate": "prefill_budget prefill trial pooling grammars constraints sampling token_choice scoring"
-    " embedding loaded batch single",
-    "engine/models": "encoding tokenizer weights sharding store",
+    " embedding sequence loaded batch single",
+    "engine/models": "encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
     "settings": "flags file config http models ranks",
@@ -78,6 +78,7 @@ MAY_IMPORT_MLX = {
     "engine/cache/state.py",
     "engine/cache/disk.py",
     "engine/models/store.py",
+    "engine/models/tokenizers.py",
     "commands/bench/offline.py",
     "probe.py",
     "engine/ranks/group.py",

@@ -4,7 +4,7 @@
 
 Prompts are prefilled here, each alone: BatchGenerator pads those that it prefills together to the longest of them. It
 gets a sequence with its cache and the prompt's last token. All that the project knows of it is in this module; what
-cannot be batched runs in single_backend.py.
+cannot be batched runs in single.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
@@ -27,7 +27,8 @@ from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
-from mlx_serve.engine.generate.token_choice import Choice, Loaded, make_choice
+from mlx_serve.engine.generate.sequence import RunningSequence
+from mlx_serve.engine.generate.token_choice import Loaded, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
 # What another's prefill must give more than what is there already, to be waited for.
@@ -60,11 +61,11 @@ class BatchBackend(LoadedBackend):
         self._most_tokens = options.prefill_step_size
         super().__init__(loaded)
         # In the order in which they came.
-        self._prompts: list[_Sequence] = []
+        self._prompts: list[RunningSequence] = []
         self._is_first_s_turn = False
         # They wait for the next step that decodes.
-        self._prefilled: list[_Sequence] = []
-        self._decoding: dict[int, _Sequence] = {}
+        self._prefilled: list[RunningSequence] = []
+        self._decoding: dict[int, RunningSequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
@@ -98,7 +99,7 @@ class BatchBackend(LoadedBackend):
         if job.sampling.prompt_logprobs is not None:
             self._scoring.append(Scoring(choice, self._loaded.model))
         else:
-            self._prompts.append(_Sequence(choice, as_ids(job.prompt.tokens)))
+            self._prompts.append(RunningSequence(choice, as_ids(job.prompt.tokens)))
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch. What was computed for them is kept, if others could use it."""
@@ -161,25 +162,27 @@ class BatchBackend(LoadedBackend):
             n_tokens -= self._feed(soonest, n_tokens, events)
         return events
 
-    def _ready(self) -> list[_Sequence]:
+    def _ready(self) -> list[RunningSequence]:
         """The prompts that can go on: those that have begun, and those that no other's prefill would help."""
         begun = [prompt for prompt in self._prompts if prompt.cache is not None]
         may_begin = len(begun) < self._max_prefilling
         return [p for p in self._prompts if p.cache is not None or (may_begin and not self._waits(p, begun))]
 
-    def _waits(self, prompt: _Sequence, begun: Sequence[_Sequence]) -> bool:
+    def _waits(self, prompt: RunningSequence, begun: Sequence[RunningSequence]) -> bool:
         """Whether a prompt had better wait for another one; looks for what is there for it already."""
         trimmable = self._loaded.trimmable
         prompt.donor, prompt.n_done = self._best_source(prompt, [*begun, *self._prefilled, *self._decoding.values()])
         to_come = max((other.will_give(prompt.common(other), trimmable=trimmable) for other in begun), default=0)
         return to_come >= prompt.n_done + _MIN_SHARED
 
-    def _best_source(self, prompt: _Sequence, donors: Sequence[_Sequence]) -> tuple[_Sequence | None, int]:
+    def _best_source(
+        self, prompt: RunningSequence, donors: Sequence[RunningSequence]
+    ) -> tuple[RunningSequence | None, int]:
         """Where the longest prefix of a prompt is to be had now: of a running sequence, or (None) of the kept ones."""
         cache = self._loaded.prefix_cache
         if prompt.cache_version != cache.version:
             prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids, prompt.scope)
-        best: _Sequence | None = None
+        best: RunningSequence | None = None
         best_n = prompt.n_kept
         if self._loaded.trimmable:
             for donor in donors:
@@ -188,7 +191,7 @@ class BatchBackend(LoadedBackend):
                     best, best_n = donor, n
         return best, best_n
 
-    def _feed(self, prompt: _Sequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
+    def _feed(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Up to ``n_tokens`` more of a prompt; gives how many it were. A prompt that fails leaves, alone."""
         job = prompt.choice.job
         n_fed = self.attempt(job, lambda: self._advance(prompt, n_tokens, events))
@@ -199,7 +202,7 @@ class BatchBackend(LoadedBackend):
         events.append((job, n_fed))
         return 0
 
-    def _advance(self, prompt: _Sequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
+    def _advance(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Up to ``n_tokens`` more of a prompt; gives how many it were. Its last token is left for the generator."""
         cache = prompt.cache
         if cache is None:
@@ -222,7 +225,7 @@ class BatchBackend(LoadedBackend):
             self._prefilled.append(prompt)
         return n
 
-    def _begin(self, prompt: _Sequence) -> list[Any]:
+    def _begin(self, prompt: RunningSequence) -> list[Any]:
         """Give a prompt its cache, with what is there of it already."""
         cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
         if cache is None:
@@ -236,7 +239,7 @@ class BatchBackend(LoadedBackend):
         prompt.marks = self._marks(prompt)
         return cache
 
-    def _share(self, donor: _Sequence, n_tokens: int) -> list[Any] | None:
+    def _share(self, donor: RunningSequence, n_tokens: int) -> list[Any] | None:
         """A copy of the first tokens of a running sequence's cache; None when that is not what it should be."""
         cache, n_held = donor.cache, donor.n_done
         if cache is None:
@@ -247,7 +250,7 @@ class BatchBackend(LoadedBackend):
         cut_back(shared, n_held - n_tokens)
         return shared if is_whole(shared, n_tokens) else None
 
-    def _marks(self, prompt: _Sequence) -> list[int]:
+    def _marks(self, prompt: RunningSequence) -> list[int]:
         """Where to keep a copy on the way, of caches that cannot be cut back later.
 
         Where others that wait go another way, where what was kept before did, and where the last turn begins.
@@ -281,7 +284,7 @@ class BatchBackend(LoadedBackend):
             self._budget.note_decoding(work.decode_time)
         return [self._event(response) for response in responses]
 
-    def _join(self, sequence: _Sequence) -> None:
+    def _join(self, sequence: RunningSequence) -> None:
         """Hand a sequence to the generator: its cache holds all of the prompt but the last token."""
         choice = sequence.choice
         tokens = list(choice.job.prompt.tokens)
@@ -313,7 +316,7 @@ class BatchBackend(LoadedBackend):
         self._scoring.pop(0)
         if job.sampling.max_tokens:
             ids = as_ids(job.prompt.tokens)
-            self._prefilled.append(_Sequence(scoring.choice, ids, cache=scoring.cache, n_done=len(ids) - 1))
+            self._prefilled.append(RunningSequence(scoring.choice, ids, cache=scoring.cache, n_done=len(ids) - 1))
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -350,53 +353,6 @@ class BatchBackend(LoadedBackend):
         return choice.job, event
 
 
-def _soonest(prompts: Iterable[_Sequence]) -> _Sequence:
+def _soonest(prompts: Iterable[RunningSequence]) -> RunningSequence:
     """The one with the fewest tokens left; of several, the first."""
     return min(prompts, key=lambda prompt: prompt.n_left)
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A job on its way: a prompt that waits (no ``cache``), that is prefilled, or (with a ``uid``) that decodes.
-
-    ``n_done`` tokens of its prompt are in its KV cache; before it begins, so many are to be had, of the ``donor`` or of
-    the kept prefixes. ``marks``: where a copy of the cache is still to be kept.
-    """
-
-    choice: Choice
-    ids: Ids
-    cache: list[Any] | None = None
-    n_done: int = 0
-    marks: list[int] = field(default_factory=list)
-    uid: int = -1
-    donor: _Sequence | None = None
-    cache_version: int = -1
-    n_kept: int = 0
-    in_common: dict[_Sequence, int] = field(default_factory=dict)
-
-    @property
-    def n_left(self) -> int:
-        """Tokens to prefill: all but the last, which the generator takes."""
-        return len(self.ids) - 1 - self.n_done
-
-    @property
-    def scope(self) -> str:
-        """Whose caches it may use, and leave its own to."""
-        return self.choice.job.scope
-
-    def common(self, other: _Sequence) -> int:
-        """How much of the prompt is another one's too; never all of it, for one token has to be left.
-
-        Nothing of a prompt of another scope: its client could find it out.
-        """
-        if other.scope != self.scope:
-            return 0
-        if other not in self.in_common:
-            self.in_common[other] = min(common(self.ids, other.ids), len(self.ids) - 1)
-        return self.in_common[other]
-
-    def will_give(self, n_common: int, *, trimmable: bool) -> int:
-        """How much of what it has in common with another prompt can be had once it has got there."""
-        if trimmable:
-            return n_common
-        return max((mark for mark in self.marks if mark <= n_common), default=0)

@@ -1,6 +1,6 @@
-"""Loading: models' weights on the worker thread, their tokenizers on any.
+"""Loading models: ``ModelStore`` is what the scheduler opens models with. Worker thread, but for what says otherwise.
 
-``ModelStore`` is what the scheduler opens models with and what the API gets tokenizers from.
+Their tokenizers are loaded by ``tokenizers.py``, on any thread.
 """
 
 from __future__ import annotations
@@ -8,19 +8,17 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_adapters, load_model, load_tokenizer, maybe_set_recommended_wired_limit
+from mlx_lm.utils import load_adapters, load_model, maybe_set_recommended_wired_limit
 
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.cache.disk import DiskCache, DiskTier, model_identity
@@ -31,15 +29,14 @@ from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate import trial
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import read_pooling
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.token_choice import Loaded
-from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large, unloadable
+from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
-from mlx_serve.engine.model_directory import check_files, read_object
+from mlx_serve.engine.model_directory import check_files
 from mlx_serve.engine.models.sharding import Sharding
-from mlx_serve.engine.models.tokenizer import MlxTokenizer
+from mlx_serve.engine.models.tokenizers import TokenizerStore
 from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.values import Progress
@@ -48,7 +45,6 @@ log = logging.getLogger(__name__)
 
 # What mlx_lm.load fetches of a repository.
 _HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
-_MAX_TOKENIZERS = 16
 # What MLX keeps of freed memory for the next arrays: of the reserve, so that the budget holds.
 _MLX_CACHE_BYTES = RESERVE_BYTES // 2
 
@@ -92,8 +88,9 @@ class ModelStore:
         progress: Progress = lambda *_: None,
     ) -> None:
         self._catalog = catalog
-        self._tokenizer_config = dict(tokenizer_config)
-        self._use_default_chat_template = use_default_chat_template
+        self._tokenizers = TokenizerStore(tokenizer_config, use_default_chat_template=use_default_chat_template)
+        self.tokenizer = self._tokenizers.tokenizer
+        self.vocabulary = self._tokenizers.vocabulary
         self._trust_remote_code = trust_remote_code
         self._draft_path = draft_path
         self._batch = batch
@@ -109,27 +106,10 @@ class ModelStore:
         self._fresh: dict[str, tuple[Any, Any]] = {}
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
-        # By directory and chat template.
-        self._tokenizers: OrderedDict[tuple[Path, str], tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
-        self._lock = Lock()
-
-    def tokenizer(self, entry: ModelEntry) -> MlxTokenizer:
-        """The model's tokenizer, kept for the next request. Any thread; raises ApiError."""
-        try:
-            return self._tokenizer(entry)[0]
-        except LoadError as error:
-            raise unloadable(entry, error) from error
-
-    def vocabulary(self, entry: ModelEntry) -> Vocabulary:
-        """The model's tokens, for grammars. Any thread; raises ApiError."""
-        try:
-            return self._tokenizer(entry)[1]
-        except LoadError as error:
-            raise unloadable(entry, error) from error
 
     def check(self, entry: ModelEntry) -> None:
         """Load a model's tokenizer, for the sake of the LoadError that this may raise."""
-        self._tokenizer(entry)
+        self._tokenizers.load(entry)
 
     # What the scheduler asks. Worker thread, but for kv_limit.
 
@@ -213,7 +193,7 @@ class ModelStore:
         return BatchBackend(loaded, self._batch)
 
     def _read(self, entry: ModelEntry) -> Generator[None, None, tuple[Any, Any]]:
-        self._tokenizer(entry)
+        self._tokenizers.load(entry)
         for path in (entry.path, entry.adapter_path, self._draft_path):
             if path is not None:
                 check_files(path)
@@ -233,7 +213,7 @@ class ModelStore:
         return model, draft_model
 
     def _ready(self, entry: ModelEntry, model: Any, draft_model: Any) -> Loaded:
-        tokenizer, vocabulary = self._tokenizer(entry)
+        tokenizer, vocabulary = self._tokenizers.load(entry)
         vocab_size = id_bound(model, entry.path, entry.vocab_size, tokenizer.n_tokens)
         if draft_model is not None:
             id_bound(draft_model, self._draft_path, vocab_size, tokenizer.n_tokens)
@@ -313,41 +293,6 @@ class ModelStore:
             )
         with reading(f"cannot load the draft model {self._draft_path}"):
             return load_model(self._draft_path, lazy=True, trust_remote_code=self._trust_remote_code)[0]
-
-    def _tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
-        with self._lock:
-            key = (entry.path, entry.chat_template)
-            tokenizer = self._tokenizers.pop(key, None) or self._load_tokenizer(entry)
-            self._tokenizers[key] = tokenizer
-            while len(self._tokenizers) > _MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
-        return tokenizer
-
-    def _load_tokenizer(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
-        with reading(f"cannot load the tokenizer of {entry.path}"):
-            settings = self._tokenizer_config | ({"chat_template": entry.chat_template} if entry.chat_template else {})
-            check_files(entry.path)
-            wrapper = load_tokenizer(entry.path, settings, eos_token_ids=_eos_ids(entry.path))
-            if self._use_default_chat_template and wrapper.chat_template is None:
-                wrapper.chat_template = getattr(wrapper, "default_chat_template", None)
-            tokenizer = MlxTokenizer(wrapper)
-            return tokenizer, Vocabulary(tokenizer, entry.vocab_size or 0)
-
-
-def _eos_ids(path: Path) -> Any:
-    """The end tokens that mlx-lm reads from a model's configuration: generation_config.json wins over config.json.
-
-    Raises OSError, and ValueError for what can be no token's id.
-    """
-    ids = None
-    for name in ("config.json", "generation_config.json"):
-        file = path / name
-        if file.is_file():
-            ids = read_object(file).get("eos_token_id") or ids
-    listed = ids if isinstance(ids, list) else [ids]
-    if ids is not None and not all(type(token) is int for token in listed):
-        raise ValueError("its eos_token_id is neither a token id nor a list of them")
-    return ids
 
 
 def device_bytes() -> int:
