@@ -12,7 +12,7 @@ from mlx_serve.client.connection import Client
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place, place
 from mlx_serve.commands.bench.load import Round, Target
-from mlx_serve.commands.bench.workload import Conversation, Turn
+from mlx_serve.commands.bench.workload import Conversation, PlannedTurn
 
 
 def ask(
@@ -40,7 +40,7 @@ def ask_all(server: Server, prompts: Sequence[Messages], n_clients: int, max_tok
     Raises BenchmarkError.
     """
     round_ = Round(_target(server, {}), lambda n_done, n_failed: None)
-    round_.closed_loop([Conversation((Turn(tuple(messages), max_tokens),)) for messages in prompts], n_clients)
+    round_.closed_loop([Conversation((PlannedTurn(tuple(messages), max_tokens),)) for messages in prompts], n_clients)
     if round_.interrupted:
         raise KeyboardInterrupt
     answers = []

@@ -8,17 +8,17 @@
             Exchange.run                      running: a drain waits for it
     finish                                    lingering close
 
-A connection that waits for its client may be hung up at any time to make room for another one (roster.py).
+A connection that waits for its client may be hung up at any time to make room for another one (connections.py).
 
-A BaseHTTPRequestHandler whose own header parser is not used: it drops a Content-Length behind a line without a colon,
-takes the last of two, and bare line feeds. Command, path and headers are set from a head that framing.py has judged.
+Of BaseHTTPRequestHandler this uses the life of a connection: ``handle`` with ``close_connection``, and ``finish``. Its
+header parser is not used: it drops a Content-Length behind a line without a colon, takes the last of two, and accepts
+bare line feeds. Method, path and headers are those of a ``Head``, which framing.py has judged.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from email.message import Message
 from functools import partial
 from http.server import BaseHTTPRequestHandler
 from socketserver import BaseServer
@@ -34,8 +34,6 @@ _log = logging.getLogger("mlx_serve.wire")
 
 
 class Connection(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
     def __init__(
         self, channel: Channel, client: tuple[str, int], server: BaseServer, setting: Setting, roster: Roster
     ) -> None:
@@ -54,7 +52,7 @@ class Connection(BaseHTTPRequestHandler):
         try:
             self._channel.handshake(self._setting.options.head_timeout_s)
         except OSError as error:  # a client that does not speak TLS, or too slowly
-            _log.debug("TLS handshake with %s failed: %s", self.address_string(), type(error).__name__)
+            _log.debug("TLS handshake with %s failed: %s", self._client(), type(error).__name__)
         else:
             super().handle()
 
@@ -63,8 +61,6 @@ class Connection(BaseHTTPRequestHandler):
         asked = self._receive()
         if asked is None:
             return
-        if isinstance(asked, Head):
-            self._adopt(asked)
         self._roster.begin(self._channel)
         stage = partial(self._roster.stage, self._channel)
         try:
@@ -79,12 +75,6 @@ class Connection(BaseHTTPRequestHandler):
             self._roster.stage(self._channel, "lingering")
             options = self._setting.options
             self._channel.finish(options.linger_silence_s, options.linger_s)
-
-    def address_string(self) -> str:
-        return self.client_address[0]
-
-    def log_message(self, format: str, *args: object) -> None:
-        _log.debug(format, *args)
 
     def _receive(self) -> Head | Refusal | None:
         options = self._setting.options
@@ -107,15 +97,6 @@ class Connection(BaseHTTPRequestHandler):
         raw = self._channel.read(time.monotonic() + wait_s)
         self._roster.stage(self._channel, "head")
         return raw
-
-    def _adopt(self, head: Head) -> None:
-        self.command = head.method
-        self.path = head.path
-        self.request_version = head.version
-        self.requestline = f"{head.method} {head.target} {head.version}"
-        self.headers = Message()
-        for name, value in head.headers.items():
-            self.headers[name] = value
 
     def _client(self) -> str:
         host, port = self.client_address[:2]

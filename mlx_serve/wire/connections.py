@@ -1,6 +1,6 @@
 """Who is connected and what runs: the one place where the threads of the HTTP side meet.
 
-Every connection has a Place here from accept to close. Draining, the limit on connections and shutting down are
+Every connection has an entry here from accept to close. Draining, the limit on connections and shutting down are
 questions to the roster. Whoever waits for its client, and not for us, can be evicted. Must not know HTTP.
 """
 
@@ -23,8 +23,8 @@ _MIN_WRITE_S = 5.0
 _SLOW_BYTES_PER_S = 10_000
 
 
-class Place:
-    """A connection's entry. ``since`` is when its state last changed."""
+class RosterEntry:
+    """A connection's place in the roster. ``since`` is when its state last changed."""
 
     __slots__ = ("_n_read_before", "channel", "since", "state", "thread")
 
@@ -59,7 +59,7 @@ class Roster:
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._changed = threading.Condition()
-        self._places: dict[Channel, Place] = {}
+        self._places: dict[Channel, RosterEntry] = {}
         self._leaving: set[threading.Thread] = set()
         self._n_running = 0
         self._draining = False
@@ -79,7 +79,7 @@ class Roster:
             if len(self._places) >= self._max_connections and not self._evict():
                 return False
             self._leaving = {leaving for leaving in self._leaving if leaving.is_alive()}
-            self._places[channel] = Place(channel, thread)
+            self._places[channel] = RosterEntry(channel, thread)
             return True
 
     def leave(self, channel: Channel) -> None:

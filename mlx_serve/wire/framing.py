@@ -104,7 +104,7 @@ class RequestLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class RequestTarget:
     """What a request target says; ``scheme`` and ``authority`` only in absolute-form."""
 
     path: str
@@ -265,20 +265,20 @@ def judge(line: RequestLine, fields: Fields) -> Head:
     )
 
 
-def parse_target(line: RequestLine) -> Target:
+def parse_target(line: RequestLine) -> RequestTarget:
     """RFC 9112 3.2."""
     target = line.target
     if "#" in target:
         raise Refusal(400, "a request target has no fragment (RFC 9112 3.2)")
     if target == "*" and line.method == "OPTIONS":
-        return Target("*")
+        return RequestTarget("*")
     if target.startswith("/"):
-        return Target(_decoded(target.partition("?")[0]))
+        return RequestTarget(_decoded(target.partition("?")[0]))
     # A server must accept absolute-form, and then its authority counts and not the Host field (RFC 9112 3.2.2).
     match = _ABSOLUTE_FORM.fullmatch(target)
     if match is None or not _HOST.fullmatch(match[2]):
         raise Refusal(400, "malformed request target (RFC 9112 3.2)")
-    return Target(_decoded(match[3] or "/"), match[1].lower(), match[2].removesuffix(":"))
+    return RequestTarget(_decoded(match[3] or "/"), match[1].lower(), match[2].removesuffix(":"))
 
 
 def _decoded(path: str) -> str:

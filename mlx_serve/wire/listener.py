@@ -73,10 +73,11 @@ class Doorstep:
 
 
 class Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    # The roster knows the threads, and joins them with a time limit.
-    block_on_close = False
-    allow_reuse_port = False
+    """Of ThreadingHTTPServer this uses the socket's life and the order of the calls for one connection.
+
+    ``serve_forever`` and ``process_request`` are its own: the loop wakes at events alone, and the roster knows the
+    threads and joins them with a time limit.
+    """
 
     def __init__(self, setting: Setting, roster: Roster, full: Callable[[], bytes]) -> None:
         options = setting.options

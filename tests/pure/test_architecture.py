@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,24 @@ def test_only_one_module_knows_the_kinds_of_caches(module):
     words = set(re.findall(r"\b\w*(?:KVCache|ArraysCache|CacheList|RotatingKV)\w*", text))
     words |= set(re.findall(r"\.(?:offset|is_trimmable|trim|merge|start_position|max_size|keys_and_values)\b", text))
     assert bool(known | words) == (module == "engine/cache/kinds.py")
+
+
+# Names that two classes still share.
+SHARED_NAMES = {
+    *("Choice", "Format", "Limits", "Message", "MessagesRequest", "Models", "Offer", "Shape", "Tool", "ToolChoice"),
+    *("Head", "Reply", "Vocabulary"),
+}
+
+
+def test_a_public_class_name_is_used_once():
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert len(names) > 200
+    assert {name for name, n in names.items() if n > 1} <= SHARED_NAMES
 
 
 def test_the_page_on_the_architecture_names_modules_that_are_there():

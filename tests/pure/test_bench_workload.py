@@ -8,8 +8,8 @@ import pytest
 from mlx_serve.commands.bench.arrivals import arrival_times
 from mlx_serve.commands.bench.workload import (
     GENERATORS,
-    Shape,
     Sizes,
+    WorkloadShape,
     lengths,
     multi_turn,
     n_requests,
@@ -18,7 +18,7 @@ from mlx_serve.commands.bench.workload import (
     take,
 )
 
-SHAPE = Shape(seed=0, n_requests=10, input_tokens=40, output_tokens=20, n_groups=3, prefix_tokens=30, n_turns=4)
+SHAPE = WorkloadShape(seed=0, n_requests=10, input_tokens=40, output_tokens=20, n_groups=3, prefix_tokens=30, n_turns=4)
 
 
 def texts(conversations):

@@ -30,7 +30,7 @@ from mlx_serve.commands.bench.probe import Probed, probe
 from mlx_serve.commands.bench.progress import note, progress
 from mlx_serve.commands.bench.report import Measured
 from mlx_serve.commands.bench.stats import summarize
-from mlx_serve.commands.bench.workload import GENERATORS, Conversation, Shape, n_requests, random_prompts, take
+from mlx_serve.commands.bench.workload import GENERATORS, Conversation, WorkloadShape, n_requests, random_prompts, take
 
 _INTERRUPTED = 128 + signal.SIGINT
 _WARM_UP_TOKENS = 32
@@ -120,9 +120,9 @@ class Run:
         generate = GENERATORS[options.workload]
         return lambda probed, name: generate(self._shape(options.n_requests or DEFAULT_REQUESTS), probed.sizes, name)
 
-    def _shape(self, n: int) -> Shape:
+    def _shape(self, n: int) -> WorkloadShape:
         options = self._options
-        return Shape(
+        return WorkloadShape(
             seed=options.seed,
             n_requests=n,
             input_tokens=options.input_tokens,

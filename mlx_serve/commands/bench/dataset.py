@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mlx_serve.commands.bench.workload import Conversation, Message, Turn
+from mlx_serve.commands.bench.workload import Conversation, Message, PlannedTurn
 
 OUTPUT_NAMES = ("output_tokens", "output_len", "max_tokens")
 # ShareGPT records answers as text. English has some four characters to a token.
@@ -35,7 +35,9 @@ def read_dataset(path: Path, output_tokens: int | None, default: int, *, chat: b
         raise DatasetError(f"{path}: {error}") from error
     parse = _sharegpt if text.lstrip().startswith("[") else _jsonl
     try:
-        found = [Conversation((Turn(messages, output_tokens or n or default),)) for messages, n in parse(text, chat)]
+        found = [
+            Conversation((PlannedTurn(messages, output_tokens or n or default),)) for messages, n in parse(text, chat)
+        ]
     except DatasetError as error:
         raise DatasetError(f"{path}{error}") from error
     if not found:

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PlannedTurn:
     """What is added to a conversation before the next answer, and how long that answer may be, in tokens."""
 
     messages: tuple[Message, ...]
@@ -36,11 +36,11 @@ class Turn:
 class Conversation:
     """Requests of which each has those before it, and their answers, as its history. Most have one turn."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[PlannedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WorkloadShape:
     """How long and how many. ``range_ratio`` r: lengths are uniform, from (1 - r) to (1 + r) times the given ones."""
 
     seed: int
@@ -71,13 +71,13 @@ def words(rng: random.Random, n: int) -> str:
     return " ".join(rng.choices(_VOCABULARY, k=n))
 
 
-def random_prompts(shape: Shape, sizes: Sizes, name: str) -> list[Conversation]:
+def random_prompts(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
     """Requests that have nothing in common."""
     texts = random.Random(f"{shape.seed} {name} texts")
     return [_one_turn(words(texts, sizes.n_words(n_in)), n_out) for n_in, n_out in lengths(shape)]
 
 
-def shared_prefix(shape: Shape, sizes: Sizes, name: str) -> list[Conversation]:
+def shared_prefix(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
     """Groups of requests that begin alike, mixed. A prompt has the prefix's length and its own added."""
     texts = random.Random(f"{shape.seed} {name} texts")
     n_prefix = sizes.n_words(shape.prefix_tokens, alone=False)
@@ -90,17 +90,17 @@ def shared_prefix(shape: Shape, sizes: Sizes, name: str) -> list[Conversation]:
     return found
 
 
-def multi_turn(shape: Shape, sizes: Sizes, name: str) -> list[Conversation]:
+def multi_turn(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
     """Conversations of ``n_turns``, the last one shorter where the number of requests asks for it."""
     texts = random.Random(f"{shape.seed} {name} texts")
-    turns = [Turn((_user(words(texts, sizes.n_words(n_in))),), n_out) for n_in, n_out in lengths(shape)]
+    turns = [PlannedTurn((_user(words(texts, sizes.n_words(n_in))),), n_out) for n_in, n_out in lengths(shape)]
     return [Conversation(tuple(turns[i : i + shape.n_turns])) for i in range(0, len(turns), shape.n_turns)]
 
 
 GENERATORS = {"random": random_prompts, "shared-prefix": shared_prefix, "multi-turn": multi_turn}
 
 
-def lengths(shape: Shape) -> Iterator[tuple[int, int]]:
+def lengths(shape: WorkloadShape) -> Iterator[tuple[int, int]]:
     """Pairs of input and output length, uniform between the bounds that vLLM's random dataset has.
 
     Of the seed alone: the rounds of a run have the same lengths, with other words.
@@ -118,7 +118,7 @@ def _uniform(rng: random.Random, middle: int, ratio: float) -> int:
 
 
 def _one_turn(text: str, n_out: int) -> Conversation:
-    return Conversation((Turn((_user(text),), n_out),))
+    return Conversation((PlannedTurn((_user(text),), n_out),))
 
 
 def _user(text: str) -> Message:

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.generate.token_choice import Choice, top
+from mlx_serve.engine.generate.token_choice import TokenChoice, top
 from mlx_serve.values import PromptLogprobs
 
 # A chunk's logits are chunk x vocabulary numbers: 150 MB for 256 tokens and a vocabulary of 150,000.
@@ -22,7 +22,7 @@ _MAX_CHUNK = 256
 class Scoring:
     """One job's prompt on its way through the model; ``cache`` holds all of it but the last token when done."""
 
-    def __init__(self, choice: Choice, model: Any) -> None:
+    def __init__(self, choice: TokenChoice, model: Any) -> None:
         self.choice = choice
         self.cache: list[Any] = make_prompt_cache(model)
         self._model = model

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_serve.engine.cache.prefixes import Ids, common
-from mlx_serve.engine.generate.token_choice import Choice
+from mlx_serve.engine.generate.token_choice import TokenChoice
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class RunningSequence:
     the kept prefixes. ``marks``: where a copy of the cache is still to be kept.
     """
 
-    choice: Choice
+    choice: TokenChoice
     ids: Ids
     cache: list[Any] | None = None
     n_done: int = 0

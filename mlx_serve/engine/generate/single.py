@@ -24,7 +24,7 @@ from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
-from mlx_serve.engine.generate.token_choice import Choice, Loaded, make_choice
+from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.engine.generate.trial import refusal
 from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.values import Event, Failed, Job, Started
@@ -255,7 +255,7 @@ class SingleBackend(LoadedBackend):
 class _Running:
     """The job. ``n_done`` of its ``tokens`` (the prompt, and the output as it grows) were prefilled."""
 
-    choice: Choice
+    choice: TokenChoice
     cache: list[Any]
     tokens: list[int]
     n_cached: int

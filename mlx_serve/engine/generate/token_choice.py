@@ -49,7 +49,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Choice:
+class TokenChoice:
     """A job's sampler, its logits processors, and what they say about each token."""
 
     job: Job
@@ -82,7 +82,7 @@ class Choice:
         return TokenEvent(self.job.index, token, finish, float(own[token]), top(own, k))
 
 
-def make_choice(job: Job, loaded: Loaded) -> Choice:
+def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     """Raises ApiError 400."""
     _check(job, loaded.vocab_size)
     sampling = job.sampling
@@ -91,7 +91,7 @@ def make_choice(job: Job, loaded: Loaded) -> Choice:
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
-    choice = Choice(job, sampler, [], constraint, rows)
+    choice = TokenChoice(job, sampler, [], constraint, rows)
     choice.processors = [_Guarded(processor, choice) for processor in make_processors(sampling, constraint, rows)]
     return choice
 
@@ -101,7 +101,7 @@ class _Guarded:
     """A processor that fails its own job when it raises: mlx-lm calls it in the middle of the whole batch's step."""
 
     processor: LogitsProcessor
-    choice: Choice = field(repr=False)
+    choice: TokenChoice = field(repr=False)
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
         if self.choice.fault is not None:
