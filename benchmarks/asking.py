@@ -11,7 +11,7 @@ from mlx_serve.client.answer import Answer
 from mlx_serve.client.connection import Client
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place, place
-from mlx_serve.commands.bench.load import Round, Target
+from mlx_serve.commands.bench.load import LoadTarget, Round
 from mlx_serve.commands.bench.workload import Conversation, PlannedTurn
 
 
@@ -58,8 +58,8 @@ def figures(server: Server, path: str) -> dict[str, Any]:
         return client.get(path)
 
 
-def _target(server: Server, fields: dict[str, Any]) -> Target:
-    return Target(_place(server), server.model, fields={"temperature": 0, **fields})
+def _target(server: Server, fields: dict[str, Any]) -> LoadTarget:
+    return LoadTarget(_place(server), server.model, fields={"temperature": 0, **fields})
 
 
 def _place(server: Server) -> Place:

@@ -24,7 +24,7 @@ from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.arrivals import arrival_times
 from mlx_serve.commands.bench.ceiling import CeilingError, Offline, ceiling
 from mlx_serve.commands.bench.dataset import DatasetError, read_dataset
-from mlx_serve.commands.bench.load import Round, Target
+from mlx_serve.commands.bench.load import LoadTarget, Round
 from mlx_serve.commands.bench.options import DEFAULT_OUTPUT_TOKENS, DEFAULT_REQUESTS, Options
 from mlx_serve.commands.bench.probe import Probed, probe
 from mlx_serve.commands.bench.progress import note, progress
@@ -92,7 +92,9 @@ class Run:
         _raise_descriptor_limit(max((*options.concurrency, options.max_connections)))
         self._model = options.model or self._first_model()
         probed = probe(
-            Target(options.server, self._model, options.chat, options.fields), options.ignore_eos, options.input_tokens
+            LoadTarget(options.server, self._model, options.chat, options.fields),
+            options.ignore_eos,
+            options.input_tokens,
         )
         self._tell(probed)
         loads = [Load(False, n) for n in options.concurrency] + [Load(True, rate) for rate in options.request_rates]
@@ -160,7 +162,7 @@ class Run:
             if record.failure is not None:
                 raise record.failure
 
-    def _round(self, target: Target, load: Load, conversations: Sequence[Conversation]) -> Measured:
+    def _round(self, target: LoadTarget, load: Load, conversations: Sequence[Conversation]) -> Measured:
         options = self._options
         n_planned = n_requests(conversations)
         label = report.label(load.open_loop, load.level)

@@ -27,7 +27,7 @@ _TICK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class LoadTarget:
     """Whom to ask, and how. ``fields`` go into every request; one that is None takes a field out."""
 
     server: Place
@@ -63,7 +63,7 @@ Watch = Callable[[int, int], None]
 class Round:
     """Runs once. ``seconds`` is set when it has ended; ``watch`` is told how many were answered and how many failed."""
 
-    def __init__(self, target: Target, watch: Watch, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, target: LoadTarget, watch: Watch, clock: Callable[[], float] = time.perf_counter) -> None:
         self.records: list[Record] = []
         self.seconds = 0.0
         self.interrupted = False

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_serve.client.answer import Answer
 from mlx_serve.client.connection import Client
 from mlx_serve.client.errors import Failure
-from mlx_serve.commands.bench.load import Target
+from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.bench.workload import Message, Sizes, words
 
 _N_FEW = 4
@@ -23,12 +23,12 @@ _REFUSED = (400, 422)
 class Probed:
     """The target as it is asked from now on; ``ignores_eos``: whether ignore_eos is sent."""
 
-    target: Target
+    target: LoadTarget
     sizes: Sizes
     ignores_eos: bool
 
 
-def probe(target: Target, ignore_eos: bool | None, input_tokens: int) -> Probed:
+def probe(target: LoadTarget, ignore_eos: bool | None, input_tokens: int) -> Probed:
     """Two requests for one token each, of few words and of more, both shorter than a prompt of ``input_tokens``.
 
     ``ignore_eos`` None: sent where it is not refused. Raises Failure.
@@ -49,12 +49,12 @@ def probe(target: Target, ignore_eos: bool | None, input_tokens: int) -> Probed:
     return Probed(eager, Sizes(per_word, max(0.0, few.prompt_tokens - _N_FEW * per_word)), asked)
 
 
-def _with(target: Target, fields: Mapping[str, Any]) -> Target:
+def _with(target: LoadTarget, fields: Mapping[str, Any]) -> LoadTarget:
     # What the user wrote wins.
     return replace(target, fields={**fields, **target.fields})
 
 
-def _ask(target: Target, n_words: int) -> Answer:
+def _ask(target: LoadTarget, n_words: int) -> Answer:
     message: Message = {"role": "user", "content": words(random.Random(f"probe {n_words}"), n_words)}
     with Client(target.server) as client:
         return client.ask(target.path, target.body(target.prompt([message]), 1))
