@@ -27,8 +27,10 @@ from tests.mutants.faults import FAULTS, faulty
 
 ROOT = Path(__file__).parents[2]
 _NOT_COPIED = shutil.ignore_patterns(".*", "node_modules", "__pycache__", "dist", "build", "*.egg-info")
-# What a loop that has no end may take: beside the time of the tests themselves.
-_PATIENCE_S = 120.0
+# A fault may make a loop endless: so long the tests may take, and ten times as long as without it.
+_PATIENCE_S = 600.0
+# Ends the process itself, since a failed test may leave threads behind that never end.
+_PYTEST = "import os, sys, pytest; status = pytest.main(sys.argv[1:]); sys.stdout.flush(); os._exit(status)"
 
 
 class Copy:
@@ -37,14 +39,14 @@ class Copy:
     def __init__(self, directory: Path) -> None:
         self.root = directory / "project"
         shutil.copytree(ROOT, self.root, ignore=_NOT_COPIED)
-        self._timeout_s: float | None = None
+        self._timeout_s = _PATIENCE_S
 
     def check(self, tests: Sequence[str]) -> None:
         """Without a fault the tests pass, or nothing could be learnt from them."""
         started_s = time.monotonic()
         if self._fails(tests):
             sys.exit(f"these tests fail without a fault: {' '.join(tests)}")
-        self._timeout_s = _PATIENCE_S + 10 * (time.monotonic() - started_s)
+        self._timeout_s = max(_PATIENCE_S, 10 * (time.monotonic() - started_s))
 
     def notices(self, module: str, source: str, tests: Sequence[str]) -> bool:
         """Whether a test fails when a module is another one."""
@@ -57,7 +59,7 @@ class Copy:
             path.write_text(right)
 
     def _fails(self, tests: Sequence[str]) -> bool:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-c", _PYTEST, "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
         # A .pyc of the right module must not be taken for the wrong one's.
         environment = os.environ | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
         try:
