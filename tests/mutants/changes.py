@@ -51,7 +51,11 @@ def mutants(source: str) -> Iterator[Mutant]:
     """All mutants of a module, in the order of its lines."""
     tree = ast.parse(source)
     lines = source.splitlines()
-    places = [place for node in ast.walk(tree) for place in _places(node)]
+    # How a class is made is not what it does.
+    decorators = {
+        part for node in ast.walk(tree) for one in getattr(node, "decorator_list", ()) for part in ast.walk(one)
+    }
+    places = [place for node in ast.walk(tree) if node not in decorators for place in _places(node)]
     for place in sorted(places, key=lambda place: (place.node.lineno, place.node.col_offset)):
         old, before = getattr(place.owner, place.name), _short(place.node)
         setattr(place.owner, place.name, place.new)

@@ -58,6 +58,10 @@ def test_a_mutant_tells_its_line_and_the_module_is_as_it_was_after_all_of_them()
     assert len({mutant.source for mutant in found}) == len(found)
 
 
+def test_decorators_stay_as_they_are():
+    assert list(changes.mutants("@dataclass(frozen=True)\nclass A:\n    b: int\n")) == []
+
+
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
 def test_a_fault_by_hand_fits_its_module(fault):
     module, source = faults.faulty(fault, ROOT)
