@@ -40,7 +40,7 @@ _STATUS = re.compile(rb"^HTTP/1\.1 (\d{3})", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadTarget:
+class Target:
     """Where to attack. Some attacks come without the key."""
 
     port: int
@@ -59,7 +59,7 @@ class LoadTarget:
         return "".join(f"{line}\r\n" for line in lines).encode()
 
 
-def send(target: LoadTarget, request: Hostile) -> Outcomes:
+def send(target: Target, request: Hostile) -> Outcomes:
     """A whole request, and its answer if that comes soon."""
     raw = request.body()
     head = target.head(f"Content-Length: {len(raw)}", "Connection: close", path=request.path) + b"\r\n"
@@ -98,7 +98,7 @@ def status_in(reply: bytes) -> str:
     return str((final or statuses or [b""])[0], "ascii")
 
 
-def crowd(target: LoadTarget, begin: bytes, drip: bytes, n: int | None = None) -> Outcomes:
+def crowd(target: Target, begin: bytes, drip: bytes, n: int | None = None) -> Outcomes:
     """Many connections at once that begin a request and then send a byte or so each second."""
     outcomes = []
     with ExitStack() as stack:
@@ -132,38 +132,38 @@ def at_once(sock: socket.socket) -> str:
     return status_in(reply) or "hung up"
 
 
-def slow_heads(target: LoadTarget) -> Outcomes:
+def slow_heads(target: Target) -> Outcomes:
     return crowd(target, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ", b"a")
 
 
-def silent(target: LoadTarget) -> Outcomes:
+def silent(target: Target) -> Outcomes:
     return crowd(target, b"", b"")
 
 
-def slow_bodies(target: LoadTarget) -> Outcomes:
+def slow_bodies(target: Target) -> Outcomes:
     return crowd(target, target.head("Content-Length: 30000") + b"\r\n{", b" ")
 
 
-def slow_bodies_without_a_key(target: LoadTarget) -> Outcomes:
+def slow_bodies_without_a_key(target: Target) -> Outcomes:
     return crowd(target, target.head("Content-Length: 30000", key=False) + b"\r\n{", b" ")
 
 
-def malformed_and_held(target: LoadTarget) -> Outcomes:
+def malformed_and_held(target: Target) -> Outcomes:
     return crowd(target, target.head("No Colon Here") + b"\r\n", b"x")
 
 
-def stranger(target: LoadTarget) -> Outcomes:
+def stranger(target: Target) -> Outcomes:
     return crowd(target, b"\x16\x03\x01\x02\x00\x01\x00", b"\0", n=16)
 
 
-def tiny_chunks(target: LoadTarget) -> Outcomes:
+def tiny_chunks(target: Target) -> Outcomes:
     """Chunks of one byte: six bytes on the wire for each."""
     head = target.head("Transfer-Encoding: chunked", "Connection: close") + b"\r\n"
     with target.connect() as sock:
         return [exchange(sock, head + b"1\r\n \r\n" * 1_000_000 + b"0\r\n\r\n")]
 
 
-def refused_bodies(target: LoadTarget) -> Outcomes:
+def refused_bodies(target: Target) -> Outcomes:
     """Bodies that no server takes, and megabytes of them all the same."""
     outcomes = []
     for head in (
@@ -178,7 +178,7 @@ def refused_bodies(target: LoadTarget) -> Outcomes:
     return outcomes
 
 
-def half_open(target: LoadTarget) -> Outcomes:
+def half_open(target: Target) -> Outcomes:
     """The client's side is shut in the middle of the body, or behind it."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}).encode()
     outcomes = []
@@ -190,7 +190,7 @@ def half_open(target: LoadTarget) -> Outcomes:
     return outcomes
 
 
-def hang_ups(target: LoadTarget) -> Outcomes:
+def hang_ups(target: Target) -> Outcomes:
     """A reset in the head, in the body, and in the answer's stream."""
     body = json.dumps(
         {"messages": [{"role": "user", "content": "Tell a long story."}], "max_tokens": 500, "stream": True}
@@ -206,7 +206,7 @@ def hang_ups(target: LoadTarget) -> Outcomes:
     return ["left"] * 20
 
 
-def garbled(target: LoadTarget) -> Outcomes:
+def garbled(target: Target) -> Outcomes:
     """Good requests with a few bytes changed, cut or doubled."""
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}).encode()
     good = target.head(f"Content-Length: {len(body)}", "Connection: close") + b"\r\n" + body
@@ -223,7 +223,7 @@ def garbled(target: LoadTarget) -> Outcomes:
     return outcomes
 
 
-def stored(target: LoadTarget) -> Outcomes:
+def stored(target: Target) -> Outcomes:
     """A large response is kept, and short requests refer to it again and again."""
     turns = [{"role": "user", "content": "hi"}] * 10_000
     first = Hostile(hostile.RESPONSES, lambda: json.dumps({"input": turns, "max_output_tokens": 16}).encode())
@@ -243,7 +243,7 @@ def stored(target: LoadTarget) -> Outcomes:
     return [status_in(reply), *(send(target, request)[0] for _ in range(5))]
 
 
-CONNECTIONS: dict[str, Callable[[LoadTarget], Outcomes]] = {
+CONNECTIONS: dict[str, Callable[[Target], Outcomes]] = {
     "slow heads": slow_heads,
     "silent connections": silent,
     "slow bodies": slow_bodies,
@@ -259,7 +259,7 @@ CONNECTIONS: dict[str, Callable[[LoadTarget], Outcomes]] = {
 }
 
 
-def attacks(target: LoadTarget) -> Iterator[tuple[str, Callable[[], Outcomes]]]:
+def attacks(target: Target) -> Iterator[tuple[str, Callable[[], Outcomes]]]:
     """All of them in a new order, and again."""
     todo: dict[str, Callable[[], Outcomes]] = {}
     for name, connect in CONNECTIONS.items():
@@ -282,7 +282,7 @@ def main() -> None:
     os.nice(10)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    target = LoadTarget(args.port, args.key, args.crowd, random.Random(args.seed))
+    target = Target(args.port, args.key, args.crowd, random.Random(args.seed))
     for name, attack in attacks(target):
         start = time.monotonic()
         try:

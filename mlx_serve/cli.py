@@ -23,7 +23,6 @@ from mlx_serve.demo import model as demo
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, NotAModelError, context_limit
 from mlx_serve.engine.ranks.leader import Leader
-from mlx_serve.engine.schedule.worker import Peers
 from mlx_serve.settings import config, http
 from mlx_serve.settings import ranks as ranked
 from mlx_serve.settings.config import Config
@@ -123,7 +122,7 @@ def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, rank
 
 
 def serve_until(
-    stop: threading.Event, settings: Config, catalog: Catalog, models: serve.Models, peers: Peers | None = None
+    stop: threading.Event, settings: Config, catalog: Catalog, models: serve.Models, peers: Leader | None = None
 ) -> None:
     """Serve until ``stop`` is set, by a signal or otherwise.
 

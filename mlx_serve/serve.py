@@ -32,8 +32,9 @@ from mlx_serve.engine import backend
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.memory import MemoryBudget
+from mlx_serve.engine.ranks.leader import Leader
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Peers, Worker
+from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.settings import http
 from mlx_serve.settings import models as model_options
 from mlx_serve.settings import ranks as ranked
@@ -55,7 +56,7 @@ _LAST_WORDS_S = 2.0
 _WORKER_S = 30.0
 
 
-class Models(Tokenizers, backend.Models, Protocol):
+class Models(Tokenizers, backend.ModelLoader, Protocol):
     """Where tokenizers and backends come from."""
 
     def vocabulary(self, entry: ModelEntry) -> Vocabulary:
@@ -108,7 +109,7 @@ def running(
     grammar_limits: GrammarLimits | None = None,
     first_model: str | None = None,
     wrap: Callable[[Api], Application] = lambda api: api,
-    peers: Peers | None = None,
+    peers: Leader | None = None,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Iterator[Running]:
     """A server that answers while the block runs; nothing of it is left afterwards.
@@ -170,7 +171,7 @@ def configured(
     catalog: Catalog,
     models: Models,
     *,
-    peers: Peers | None = None,
+    peers: Leader | None = None,
     on_fault: Callable[[], None] = lambda: None,
 ) -> AbstractContextManager[Running]:
     """The server that the settings describe, as ``running`` gives it. Raises StartError."""

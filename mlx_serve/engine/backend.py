@@ -80,7 +80,7 @@ class Backend(Protocol):
 Opening: TypeAlias = Generator[None, None, Backend]
 
 
-class Models(Protocol):
+class ModelLoader(Protocol):
     """What opens and unloads models, and knows what there is room for.
 
     ``kv_copies``: how many times the KV caches that run are counted.

@@ -174,7 +174,7 @@ def test_only_one_module_knows_the_kinds_of_caches(module):
 
 # Names that two classes still share.
 SHARED_NAMES = {
-    *("Choice", "Format", "Limits", "Message", "MessagesRequest", "Models", "Offer", "Shape", "Tool", "ToolChoice"),
+    *("Choice", "Format", "Limits", "Message", "MessagesRequest", "Offer", "Shape", "Tool", "ToolChoice"),
     *("Head", "Reply", "Vocabulary"),
 }
 

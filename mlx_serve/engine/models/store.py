@@ -68,7 +68,7 @@ def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
 
 
 class ModelStore:
-    """Opens models of a catalog, with the options of the command line."""
+    """Opens models of a catalog, with the options of the command line: the ``ranks.protocol.Store`` of a rank."""
 
     def __init__(
         self,
@@ -123,7 +123,6 @@ class ModelStore:
         return self._weights[name]
 
     def has_room(self, names: Collection[str]) -> bool:
-        """Whether these models may be in memory together."""
         return self._budget.has_room([self.weights_bytes(name) for name in names])
 
     def kv_limit(self, names: Collection[str]) -> int | None:
@@ -137,7 +136,6 @@ class ModelStore:
         return self.finish(name)
 
     def check_room(self, name: str) -> None:
-        """Raises ApiError when there is no such model, or none so large can be loaded."""
         entry = self._catalog.find(name)
         if name not in self._loaded and not self.has_room([name]):
             raise too_large(entry, self.weights_bytes(name))
@@ -162,19 +160,15 @@ class ModelStore:
         return self._backend(self._loaded[name])
 
     def memory(self) -> MemoryUse:
-        """MLX's own figures."""
         return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
     def rest(self) -> None:
-        """Give back what MLX keeps of freed memory: the next step is not near."""
         mx.clear_cache()
 
     def prefix_cache(self, name: str) -> PrefixCache:
-        """The kept prefixes of a model in memory."""
         return self._loaded[name].prefix_cache
 
     def unload(self, name: str) -> None:
-        """Let a model go."""
         self._loaded.pop(name, None)
         self._fresh.pop(name, None)
         _collect()

@@ -23,7 +23,7 @@ LONGEST_REST_S = 0.1
 
 
 class Leader:
-    """The scheduler's Models on rank 0: what it does, all ranks do.
+    """The scheduler's ModelLoader on rank 0: what it does, all ranks do.
 
     ``on_leave`` is called when another rank was told to end.
     ``cache_bytes``: what the kept prefixes of one model may hold. None: what the memory leaves.

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_serve.engine.backend import EngineLost, Models
+from mlx_serve.engine.backend import EngineLost, ModelLoader
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # they import MLX
 _READING, _READ, _FAILED = range(3)
 
 
-class Store(Models, Protocol):
+class Store(ModelLoader, Protocol):
     """The models of one rank (``models.store.ModelStore``): loading is cut in parts, which ranks do side by side."""
 
     def tokenizer(self, entry: ModelEntry) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Condition
 
-from mlx_serve.engine.backend import Backend, Models, Opening
+from mlx_serve.engine.backend import Backend, ModelLoader, Opening
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.heartbeat import Costs
 from mlx_serve.values import EngineStats, Job, ModelStats
@@ -42,7 +42,7 @@ class LoadedModels:
     """
 
     def __init__(
-        self, models: Models, lock: Condition, clock: Callable[[], float], new_costs: Callable[[], Costs]
+        self, models: ModelLoader, lock: Condition, clock: Callable[[], float], new_costs: Callable[[], Costs]
     ) -> None:
         self._models = models
         self._lock = lock

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import replace
 
-from mlx_serve.engine.backend import Models
+from mlx_serve.engine.backend import ModelLoader
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
 from mlx_serve.values import ApiError, Job
 
@@ -17,7 +17,7 @@ from mlx_serve.values import ApiError, Job
 class Room:
     """Of the models that are loaded."""
 
-    def __init__(self, models: Models, loaded: LoadedModels) -> None:
+    def __init__(self, models: ModelLoader, loaded: LoadedModels) -> None:
         self._models = models
         self._loaded = loaded
         # What kept prefixes held when they were last looked at.

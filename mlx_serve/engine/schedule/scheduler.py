@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.engine.backend import Models, is_last
+from mlx_serve.engine.backend import ModelLoader, is_last
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.deadlines import Deadlines, retry_headers
 from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat, Overdue
@@ -71,7 +71,9 @@ class Health:
 class Scheduler:
     """First come, first served, but for priorities; several models take turns step by step."""
 
-    def __init__(self, models: Models, limits: Limits = Limits(), clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, models: ModelLoader, limits: Limits = Limits(), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._models = models
         self._limits = limits
         self._clock = clock

@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
-from typing import Protocol
 
+from mlx_serve.engine.ranks.leader import Leader
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.engine.schedule.watch import Watch
 from mlx_serve.values import ApiError, internal_error
@@ -19,19 +19,6 @@ log = logging.getLogger(__name__)
 
 # Steps that fail one after the other without a job or a model to blame: more of them will not end by themselves.
 _MOST_UNEXPLAINED = 3
-
-
-class Peers(Protocol):
-    """Other processes that take part in each step."""
-
-    def beat(self) -> float:
-        """Tell them that there is nothing to do. Seconds until they want to hear it again."""
-
-    def survives(self, error: Exception) -> bool:
-        """Whether a step that raised this has done no harm but to its own model's jobs."""
-
-    def lose(self) -> None:
-        """Say nothing to them any more."""
 
 
 class Worker(Thread):
@@ -49,7 +36,7 @@ class Worker(Thread):
         first_model: str | None,
         release: Callable[[], None],
         *,
-        peers: Peers | None = None,
+        peers: Leader | None = None,
         on_fault: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(name="mlx-worker")
