@@ -13,19 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from pathlib import Path
+from dataclasses import replace
 
 from benchmarks.children import HOST, end_on_sigterm
 from mlx_serve import logs
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.api.serving import Services
-from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
-from mlx_serve.testing import VOCAB_SIZE, FakeBackend, FakeModels
+from mlx_serve.engine.catalog import Catalog
+from mlx_serve.testing import ENTRY, FakeBackend, serving
 from mlx_serve.values import Job
-from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
 
 # No end token is among these bytes.
@@ -43,20 +37,12 @@ def serve(port: int, n_streams: int, step_s: float) -> None:
         if step_s:
             time.sleep(step_s)
 
-    entry = ModelEntry("fake", Path("fake"), 0, context_tokens=None, vocab_size=VOCAB_SIZE)
-    models = FakeModels(lambda _: FakeBackend(capacity=n_streams, answer=endless, on_step=pause))
-    scheduler = Scheduler(models, Limits())
-    worker = Worker(scheduler, "fake", models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    app = Api(Services(scheduler, Catalog(entry, ["fake"]), models, "fp_fake", grammars))
-    server = Server(app, ServerOptions(address=(HOST, port), on_end=app.observe))
-    worker.start()
-    try:
-        server.serve_forever()
-    finally:
-        worker.stop()
-        server.close()
-        grammars.close()
+    with serving(
+        lambda _: FakeBackend(capacity=n_streams, answer=endless, on_step=pause),
+        catalog=Catalog(replace(ENTRY, context_tokens=None), [ENTRY.name]),
+        options=ServerOptions(address=(HOST, port)),
+    ):
+        threading.Event().wait()
 
 
 def serve_bare(port: int, n_bytes: int, n_events: int, step_s: float) -> None:

@@ -48,8 +48,7 @@ _KV_TOKEN_BYTES = 2 * 4 * 8 * 64 * 4  # keys and values, layers, heads, numbers,
 # Another process writes it, so that this one never imports mlx.
 _WRITE_MODEL = """
 import json, pathlib, sys
-sys.path.insert(0, "tests/engine")
-import tinymodel
+from tests.engine import tinymodel
 tinymodel.write_model(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))
 """
 _SETTLE_S = 60.0

@@ -68,8 +68,11 @@ class Models(Tokenizers, backend.ModelLoader, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is up. ``url`` is the base URL that OpenAI's clients take, or the path of the Unix socket."""
+    """A server that is up. ``url`` is the base URL that OpenAI's clients take, or the path of the Unix socket; ``app``
+    is what ``wrap`` gave.
+    """
 
+    app: Application
     scheduler: Scheduler
     worker: Worker
     http: Server
@@ -134,12 +137,13 @@ def running(
             started=worker.ready.done,
         )
     )
-    server = http.bind(wrap(api), replace(options, on_end=api.observe))
+    app = wrap(api)
+    server = http.bind(app, replace(options, on_end=api.observe))
     accepting = threading.Thread(target=server.serve_forever, name="http-accept")
     worker.start()
     accepting.start()
     try:
-        yield Running(scheduler, worker, server, _url(server.address, options), draining)
+        yield Running(app, scheduler, worker, server, _url(server.address, options), draining)
     finally:
         has_ended = worker.stop(_WORKER_S)
         # Requests that still waited have an error to read now.

@@ -1,7 +1,14 @@
-"""A backend and a tokenizer without MLX, for tests and for measuring the server itself. Deterministic.
+"""A whole server without MLX, for tests of what talks to one. Answers are deterministic.
 
-A token is a byte of UTF-8, or one of a few control tokens, so texts of any script and split characters occur. What a
-job answers is a function of its prompt: by default the prompt itself, and then the end token.
+    with serving(lambda name: FakeBackend(answer=saying("Hello."))) as server:
+        client = openai.OpenAI(base_url=server.url, api_key="none")
+        ...
+
+``serving`` starts it on a free port of 127.0.0.1. Everything between the socket and the queue is the real server;
+``FakeBackend`` stands for the MLX thread's work and ``FakeTokenizer`` for a model's. A token is a byte of UTF-8, or one
+of a few control tokens, so texts of any script and split characters occur. What a job answers is a function of its
+prompt (``answer``): by default the prompt itself, then the end token. ``on_step`` is called before each step, and may
+wait, or raise. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -9,14 +16,20 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from mlx_serve import serve
+from mlx_serve.api.grammar_child import Limits as GrammarLimits
+from mlx_serve.api.serving import Services
 from mlx_serve.engine.backend import Backend, Opening, is_last
-from mlx_serve.engine.catalog import ModelEntry
+from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import too_many_dimensions
 from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.schedule.scheduler import Limits
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import (
     GUARD,
@@ -32,6 +45,7 @@ from mlx_serve.values import (
     TokenEvent,
     unchecked,
 )
+from mlx_serve.wire.server_options import Application, ServerOptions
 
 EOS = 256
 # Control tokens, by their text. Those that a marker is made of are seen by the splitter; the others are hidden.
@@ -47,6 +61,8 @@ _IDS = {text: token for token, text in CONTROL.items()}
 VOCAB_SIZE = 262
 # Of its vectors.
 WIDTH = 8
+# The model that ``serving`` serves.
+ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=4096, vocab_size=VOCAB_SIZE)
 # Past all control tokens that a test may have.
 _FIRST_WORD = 10_000
 
@@ -56,6 +72,11 @@ Answer = Callable[[Job], Sequence[int]]
 def echo(job: Job) -> Sequence[int]:
     """The prompt again, and the end."""
     return [*job.prompt.tokens, EOS]
+
+
+def saying(text: str) -> Answer:
+    """Always this text, in which control tokens are written out, and the end."""
+    return lambda _: [*tokens_of(text), EOS]
 
 
 def vector_of(tokens: Sequence[int], dimensions: int | None = None) -> list[float]:
@@ -349,3 +370,33 @@ class FakeModels:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@contextmanager
+def serving(
+    make_backend: Callable[[str], Backend] = lambda _: FakeBackend(),
+    *,
+    catalog: Catalog | None = None,
+    tokenizer: FakeTokenizer | None = None,
+    options: ServerOptions | None = None,
+    limits: Limits | None = None,
+    grammar_limits: GrammarLimits | None = None,
+    wrap: Callable[[Any], Application] = lambda api: api,
+    **services: Any,
+) -> Iterator[serve.Running]:
+    """A server that is up while the block runs. ``services`` are fields of the API's Services.
+
+    ``make_backend`` gets a model's name. Without ``catalog`` the one model is ENTRY. ``wrap`` gives what stands
+    between the HTTP server and the API.
+    """
+    with serve.running(
+        catalog if catalog is not None else Catalog(ENTRY, [ENTRY.name]),
+        FakeModels(make_backend, tokenizer),
+        options or ServerOptions(address=("127.0.0.1", 0)),
+        limits=limits,
+        services=lambda **parts: Services(**({"fingerprint": "fp_test"} | parts | services)),
+        grammar_limits=grammar_limits,
+        wrap=wrap,
+    ) as server:
+        server.wait_until_ready()
+        yield server

@@ -14,9 +14,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "sockets"), str(ROOT / "tests" / "clients")]
+sys.path.insert(0, str(ROOT))
 
-from clientserver import served  # noqa: E402
+from tests.clients.clientserver import served  # noqa: E402
 
 TIMEOUT_S = 120
 QUESTION = "Which files are in this folder?"

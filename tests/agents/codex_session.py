@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "sockets")]
+sys.path.insert(0, str(ROOT))
 
-from responsekit import Scripted, scripted  # noqa: E402 - a script, found from where it is
+from tests.sockets.responsekit import Scripted, scripted  # noqa: E402 - a script, found from where it is
 
 DEADLINE_S = 120
 FILE, NEW_FILE = "notes-4711.txt", "new-4712.txt"

@@ -14,26 +14,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S, until
 
+from mlx_serve import serve, testing
 from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.api.serving import Services
-from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
-from mlx_serve.testing import EOS, FakeBackend, FakeModels, FakeTokenizer, tokens_of
+from mlx_serve.engine.catalog import Catalog
+from mlx_serve.engine.schedule.scheduler import Limits
+from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, Job, RawRequest, Response
 from mlx_serve.wire.access import AccessPolicy
-from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions, Target
+from tests.waiting import DEADLINE_S, until
 
 pytest.importorskip("jsonschema", reason="jsonschema is not installed")
 
-import openaischema as schema
+from tests.clients import openaischema as schema
 
 MODEL = "fake"
 KEY = "sk-test"
@@ -192,12 +188,12 @@ def _whole_schema(path: str) -> dict:
 
 
 class Served:
-    def __init__(self, server: Server, scheduler: Scheduler, app: Checked, steps: Steps) -> None:
+    def __init__(self, server: serve.Running, steps: Steps) -> None:
         self.steps = steps
-        self.requests = app.requests
-        self._app = app
-        self._server = server
-        self._scheduler = scheduler
+        self.requests = server.app.requests
+        self._app = server.app
+        self._server = server.http
+        self._scheduler = server.scheduler
 
     @property
     def port(self) -> int:
@@ -284,24 +280,16 @@ def served(
     """A server that is up, and after the block down. Without a script its answers are endless; and a bound context."""
     steps = Steps(held=held)
     answer = _endless if script is None else _answer(script)
-    models = FakeModels(lambda _: FakeBackend(capacity=capacity, answer=answer, on_step=steps))
-    context_tokens = None if script is None else context_tokens
-    entry = ModelEntry(MODEL, Path(MODEL), 1_700_000_000, context_tokens=context_tokens, vocab_size=262)
-    scheduler = Scheduler(models, Limits(max_queue=max_queue))
-    worker = Worker(scheduler, None, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    app = Checked(Api(Services(scheduler, Catalog(entry, [MODEL]), models, "fp_test", grammars)))
-    options = ServerOptions(address=("127.0.0.1", 0), access=AccessPolicy(api_keys=api_keys))
-    server = Server(app, options)
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
-    try:
-        yield Served(server, scheduler, app, steps)
-    finally:
-        steps.open()
-        worker.stop()
-        server.close()
-        grammars.close()
-        accepting.join(DEADLINE_S)
-    assert app.faults == []
+    entry = replace(testing.ENTRY, context_tokens=None if script is None else context_tokens)
+    with testing.serving(
+        lambda _: FakeBackend(capacity=capacity, answer=answer, on_step=steps),
+        catalog=Catalog(entry, [MODEL]),
+        options=ServerOptions(address=("127.0.0.1", 0), access=AccessPolicy(api_keys=api_keys)),
+        limits=Limits(max_queue=max_queue),
+        wrap=Checked,
+    ) as server:
+        try:
+            yield Served(server, steps)
+        finally:
+            steps.open()
+    assert server.app.faults == []

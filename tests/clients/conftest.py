@@ -18,7 +18,7 @@ SILENCE = {
 # Before any of them is imported: some read it then.
 os.environ.update(SILENCE)
 
-from clientserver import served  # noqa: E402
+from tests.clients.clientserver import served  # noqa: E402
 
 
 def _is_here(host: object) -> bool:

@@ -4,8 +4,9 @@ import asyncio
 import json
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import (
+from pydantic import BaseModel, TypeAdapter
+
+from tests.clients.clientserver import (
     ARGUMENTS,
     CITY,
     CONTEXT_TOKENS,
@@ -20,7 +21,7 @@ from clientserver import (
     served,
     weather,
 )
-from pydantic import BaseModel, TypeAdapter
+from tests.waiting import DEADLINE_S
 
 anthropic = pytest.importorskip("anthropic", reason=f"anthropic is {EXTRA}")
 

@@ -4,8 +4,9 @@ import asyncio
 import json
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import (
+from pydantic import BaseModel
+
+from tests.clients.clientserver import (
     ARGUMENTS,
     CITY,
     CONTEXT_TOKENS,
@@ -19,7 +20,7 @@ from clientserver import (
     served,
     weather,
 )
-from pydantic import BaseModel
+from tests.waiting import DEADLINE_S
 
 langchain_openai = pytest.importorskip("langchain_openai", reason=f"langchain-openai is {EXTRA}")
 

@@ -5,8 +5,9 @@ import inspect
 import json
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import (
+from pydantic import BaseModel
+
+from tests.clients.clientserver import (
     ARGUMENTS,
     CITY,
     CONTEXT_TOKENS,
@@ -20,7 +21,7 @@ from clientserver import (
     served,
     weather,
 )
-from pydantic import BaseModel
+from tests.waiting import DEADLINE_S
 
 litellm = pytest.importorskip("litellm", reason=f"litellm is {EXTRA}")
 

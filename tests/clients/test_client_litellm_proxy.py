@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import CITY, CONTEXT_TOKENS, EXTRA, KEY, MODEL, REPORT, WEATHER_TOOL, served, weather
+
+from tests.clients.clientserver import CITY, CONTEXT_TOKENS, EXTRA, KEY, MODEL, REPORT, WEATHER_TOOL, served, weather
+from tests.waiting import DEADLINE_S
 
 openai = pytest.importorskip("openai", reason=f"openai is {EXTRA}")
 pytest.importorskip("fastapi", reason=f"litellm[proxy] is {EXTRA}")

@@ -3,9 +3,21 @@
 import asyncio
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import ARGUMENTS, CITY, CONTEXT_TOKENS, EXTRA, KEY, MODEL, REPORT, saying, served, weather
 from pydantic import BaseModel
+
+from tests.clients.clientserver import (
+    ARGUMENTS,
+    CITY,
+    CONTEXT_TOKENS,
+    EXTRA,
+    KEY,
+    MODEL,
+    REPORT,
+    saying,
+    served,
+    weather,
+)
+from tests.waiting import DEADLINE_S
 
 openai_like = pytest.importorskip("llama_index.llms.openai_like", reason=f"llama-index-llms-openai-like is {EXTRA}")
 

@@ -10,8 +10,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import (
+
+from tests.clients.clientserver import (
     ARGUMENTS,
     CITY,
     KEY,
@@ -23,6 +23,7 @@ from clientserver import (
     served,
     weather,
 )
+from tests.waiting import DEADLINE_S
 
 NODE = shutil.which("node")
 FOLDER = Path(__file__).parent / "node"

@@ -4,8 +4,10 @@ import asyncio
 import json
 
 import pytest
-from apikit import DEADLINE_S
-from clientserver import (
+from pydantic import BaseModel
+
+from mlx_serve.testing import vector_of
+from tests.clients.clientserver import (
     ARGUMENTS,
     CITY,
     CONTEXT_TOKENS,
@@ -19,9 +21,7 @@ from clientserver import (
     served,
     weather,
 )
-from pydantic import BaseModel
-
-from mlx_serve.testing import vector_of
+from tests.waiting import DEADLINE_S
 
 openai = pytest.importorskip("openai", reason=f"openai is {EXTRA}")
 

@@ -4,13 +4,15 @@ import asyncio
 import json
 
 import pytest
-from apikit import DEADLINE_S
 from pydantic import BaseModel
+
+from tests.waiting import DEADLINE_S
 
 pytest.importorskip("openai", reason="openai is not installed: pip install 'mlx-serve[clients]'")
 
 import openai
-from responsekit import scripted
+
+from tests.sockets.responsekit import scripted
 
 pytestmark = pytest.mark.real
 

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from clientserver import MODEL, schema
 from jsonschema import ValidationError
+
+from tests.clients.clientserver import MODEL, schema
 
 pytestmark = pytest.mark.real
 

@@ -26,11 +26,10 @@ if __name__ == "__main__":
 
     # Before anything imports MLX.
     blas.preload_openblas()
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
-from tinymodel import VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
@@ -38,6 +37,7 @@ from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.token_choice import make_choice
 from mlx_serve.values import Failed, Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from tests.engine.tinymodel import VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MAMBA = {
     "model_type": "mamba",

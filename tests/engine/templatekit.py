@@ -19,12 +19,12 @@ from functools import partial
 from pathlib import Path
 
 from mlx_lm import tokenizer_utils
-from tinymodel import byte_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
+from tests.engine.tinymodel import byte_tokenizer
 
 _WORD = re.compile(r"word\d+x")
 _SEED = 1

@@ -7,9 +7,9 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from tinymodel import write_model
 
 from mlx_serve.commands.bench.ceiling import CeilingError, ceiling
+from tests.engine.tinymodel import write_model
 
 # A busy machine is no fault of the code: three programs that import MLX.
 DEADLINE_S = 300

@@ -14,7 +14,8 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from tinymodel import tiny_llama, write_model
+
+from tests.engine.tinymodel import tiny_llama, write_model
 
 DEADLINE_S = 60
 

@@ -11,7 +11,8 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from tinymodel import write_model
+
+from tests.engine.tinymodel import write_model
 
 DEADLINE_S = 60
 # Makes the terminal the program's own.

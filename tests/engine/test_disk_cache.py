@@ -20,13 +20,13 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     trim_prompt_cache,
 )
-from tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 
 from mlx_serve.engine.cache import file
 from mlx_serve.engine.cache import state as cache_state
 from mlx_serve.engine.cache.disk import DiskCache, model_identity
 from mlx_serve.engine.cache.file import DamagedFileError, Header
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
+from tests.engine.tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 
 LONG_S = 60
 PROMPT = list(range(100, 140))

@@ -7,12 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from tinymodel import GEMMA, tiny_gemma, write_model
 
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor import command as doctor
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.probe import _architecture_fault
+from tests.engine.tinymodel import GEMMA, tiny_gemma, write_model
 
 DEADLINE_S = 120
 

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tinymodel import VOCAB_SIZE, loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
@@ -16,6 +15,7 @@ from mlx_serve.engine.generate.embedding import Embedder
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.values import ApiError, Embedded, Inputs, Job, Prompt, Sampling, Started, TokenEvent
+from tests.engine.tinymodel import VOCAB_SIZE, loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 MEAN = Pooling("mean")
 INPUTS = [[1, 2, 3], [7], list(range(100, 160)), [9] * 17, [7]]

@@ -6,12 +6,12 @@ import threading
 from functools import partial
 
 import pytest
-from tinymodel import mlx_tokenizer
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from mlx_serve.engine.models import encoding
 from mlx_serve.engine.models.encoding import Cuts, Encoder, FairLock
 from mlx_serve.values import GUARD, ApiError
+from tests.engine.tinymodel import mlx_tokenizer
 
 DEADLINE_S = 20
 CHINESE = "模型的上下文长度是有限的，超过的部分会被拒绝。第一段，第二段；还有第三段！\n服务器 mlx 会说明 reason。\n\n"

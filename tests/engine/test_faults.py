@@ -5,7 +5,6 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
-from tinymodel import loaded, tiny_llama, tokens_of, write_model
 
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.generate import token_choice
@@ -17,6 +16,7 @@ from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.testing import FakeModels
 from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
+from tests.engine.tinymodel import loaded, tiny_llama, tokens_of, write_model
 
 PROMPT = list(range(20, 60))
 

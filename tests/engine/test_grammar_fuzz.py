@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
-from grammarfuzz import requests
-from tinymodel import write_model
+
+from tests.engine.grammarfuzz import requests
+from tests.engine.tinymodel import write_model
 
 pytest.importorskip("llguidance")
 

@@ -5,10 +5,10 @@ import json
 from contextlib import contextmanager
 
 import pytest
-from tinymodel import write_model
 
 from mlx_serve import serve
 from mlx_serve.settings import config
+from tests.engine.tinymodel import write_model
 
 DEADLINE_S = 60
 TEXT = {"model": "default_model", "prompt": "Once upon a time", "max_tokens": 10}

@@ -12,7 +12,6 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
-from tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 from benchmarks.structured import random_schema
 from mlx_serve.engine.cache.size import measure
@@ -24,6 +23,7 @@ from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Failed, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started, TokenEvent
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 GAP_S = 0.2
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinymodel import byte_tokenizer, mlx_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from mlx_serve.engine.generate.constraints import Constraint
@@ -13,6 +12,7 @@ from mlx_serve.text.detokenizer import Detokenizer
 from mlx_serve.text.formats import formats
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import Grammar, Sampling
+from tests.engine.tinymodel import byte_tokenizer, mlx_tokenizer
 from tests.pure.formatkit import THINK, TOOLS
 
 CALL = ("<tool_call>", "</tool_call>")

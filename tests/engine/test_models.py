@@ -10,7 +10,6 @@ from queue import SimpleQueue
 import pytest
 from mlx import nn
 from test_trial import ARCHITECTURES, greedy
-from tinymodel import CONFIG, EOS, GEMMA, VOCAB_SIZE, tiny, tiny_gemma, tiny_llama, tokens_of, write_model
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
@@ -25,6 +24,7 @@ from mlx_serve.engine.models.weights import id_bound
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
+from tests.engine.tinymodel import CONFIG, EOS, GEMMA, VOCAB_SIZE, tiny, tiny_gemma, tiny_llama, tokens_of, write_model
 
 DEADLINE_S = 60
 

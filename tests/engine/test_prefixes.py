@@ -8,7 +8,6 @@ from queue import SimpleQueue
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
-from tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.engine.cache.disk import FoundFile
 from mlx_serve.engine.cache.kinds import cut_back
@@ -18,6 +17,7 @@ from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from tests.engine.tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
 GAP_S = 0.2
 SYSTEM = [i % 250 for i in range(3, 123)]

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 import pytest
-from tinymodel import tiny_qwen2, write_model
+
+from tests.engine.tinymodel import tiny_qwen2, write_model
 
 pytestmark = pytest.mark.slow
 

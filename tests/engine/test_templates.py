@@ -1,10 +1,10 @@
 """Chat templates in Jinja: a sample of real ones, when the package that has them is installed, and mlx-lm's own way."""
 
 import pytest
-from templatekit import Report, conversations, directory_of_templates, tokenizer_of
-from tinymodel import mlx_tokenizer
 
 from mlx_serve.text.prompt import chat_prompt
+from tests.engine.templatekit import Report, conversations, directory_of_templates, tokenizer_of
+from tests.engine.tinymodel import mlx_tokenizer
 from tests.pure.formatkit import THINK
 
 # One of so many is tried; ``python -m tests.engine.templatekit`` tries all.

@@ -5,11 +5,11 @@ import json
 
 import pytest
 from mlx_lm.chat_templates.muse_spark import RESPONSE_FORMAT
-from tinymodel import mlx_tokenizer
 
 from mlx_serve.text.formats import formats
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
+from tests.engine.tinymodel import mlx_tokenizer
 from tests.pure.formatkit import HARMONY, THINK, TOOLS, Answer, each_way, model, parts_of, split
 from tests.sockets.replaykit import Message, check_every_way, replaying
 

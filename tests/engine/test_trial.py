@@ -4,12 +4,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
-from tinymodel import EOS, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import trial
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.load_errors import LoadError
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 # What mlx-lm 0.32 can't batch, and what the trial says of it.
 ARCHITECTURES = {

@@ -1,11 +1,11 @@
 """Text between tags becomes JSON as the tool's schema says; what does not fit stays the text."""
 
 import pytest
-from formatkit import Answer, each_way, model, split, tool
 
 from mlx_serve.text.calls.literals import Value
 from mlx_serve.text.calls.shapes import shape
 from mlx_serve.text.calls.values import Conversion, Schema
+from tests.pure.formatkit import Answer, each_way, model, split, tool
 
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}
 ROOT = {"$defs": {"Size": INTEGER, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, NULL]}, "a/b": {"type": "array"}}}

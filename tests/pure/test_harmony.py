@@ -1,11 +1,11 @@
 """gpt-oss's format: answers of several messages."""
 
 import pytest
-from formatkit import HARMONY, TOOLS, Answer, each_way, gpt_oss, model, split
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_serve.text.formats import formats
+from tests.pure.formatkit import HARMONY, TOOLS, Answer, each_way, gpt_oss, model, split
 
 ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 ADD = ("add", '{"a": 1}')

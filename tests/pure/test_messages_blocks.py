@@ -4,12 +4,12 @@ import json
 from itertools import pairwise
 
 import pytest
-from formatkit import model
 
 from mlx_serve.api.anthropic.schema import CountRequest
 from mlx_serve.api.body import parse
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.values import ApiError
+from tests.pure.formatkit import model
 
 BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.123; cc_entrypoint=cli; cch=0aaa9;"}
 TOOLS = [{"name": "Bash", "description": "Run it.", "input_schema": {"type": "object", "properties": {}}}]

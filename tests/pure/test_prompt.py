@@ -4,13 +4,13 @@ import itertools
 import json
 
 import pytest
-from formatkit import DEEPSEEK, HARMONY, TOOLS, gpt_oss, model
 
 from mlx_serve.testing import FakeTokenizer, render_lines
 from mlx_serve.text.prompt import chat_prompt, plain_chat, text_prompt
 from mlx_serve.text.templates.call_forms import calls_as_text
 from mlx_serve.text.templates.turn_forms import turns_joined
 from mlx_serve.values import ApiError
+from tests.pure.formatkit import DEEPSEEK, HARMONY, TOOLS, gpt_oss, model
 
 
 def user(content: str) -> dict:

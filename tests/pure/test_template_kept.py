@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from formatkit import TOOLS, model
 
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.templates import kept
 from mlx_serve.values import ApiError
+from tests.pure.formatkit import TOOLS, model
 from tests.pure.test_prompt import assistant, calling, system, user
 from tests.pure.test_template_probe import Recorder, full, refuse, result
 

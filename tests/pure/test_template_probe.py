@@ -6,12 +6,12 @@ Each template here is a function that behaves as the ones of the models that are
 import json
 
 import pytest
-from formatkit import TOOLS, model
 
 from mlx_serve.testing import FakeTokenizer
 from mlx_serve.text.prompt import chat_prompt
 from mlx_serve.text.templates.probe import plan
 from mlx_serve.values import ApiError
+from tests.pure.formatkit import TOOLS, model
 from tests.pure.test_prompt import REMINDER, assistant, calling, system, user
 
 

@@ -3,7 +3,13 @@
 import json
 
 import pytest
-from formatkit import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_serve.testing import FakeTokenizer
+from mlx_serve.text.calls.registry import FAMILIES, HERMES, call_format
+from mlx_serve.text.formats import formats
+from tests.pure.formatkit import (
     TOOLS,
     Answer,
     deepseek,
@@ -16,12 +22,6 @@ from formatkit import (
     qwen3,
     split,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
-from mlx_serve.testing import FakeTokenizer
-from mlx_serve.text.calls.registry import FAMILIES, HERMES, call_format
-from mlx_serve.text.formats import formats
 
 ARGUMENTS = '{"city": "Zürich {\\"x\\"} </tool_call>", "days": [1, {"a": "}"}]}'
 WEATHER = ("get_weather", ARGUMENTS)

@@ -10,24 +10,20 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S, until
 
+from mlx_serve import serve, testing
 from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.api.serving import Services
-from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
-from mlx_serve.testing import FakeBackend, FakeModels, echo
+from mlx_serve.engine.catalog import Catalog
+from mlx_serve.engine.schedule.scheduler import Limits
+from mlx_serve.testing import FakeBackend, echo
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
+from tests.waiting import DEADLINE_S, until
 
 # Of no bounded length: an endless answer ends only by being let go.
-ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=None, vocab_size=262)
+ENTRY = replace(testing.ENTRY, context_tokens=None)
 CHAT = "/v1/chat/completions"
 ANSWER = "user: hi\n"
 
@@ -77,10 +73,10 @@ class Recorder:
 
 
 class Served:
-    def __init__(self, server: Server, scheduler: Scheduler, requests: list) -> None:
-        self.server = server
-        self.scheduler = scheduler
-        self.requests = requests
+    def __init__(self, server: serve.Running) -> None:
+        self.server = server.http
+        self.scheduler = server.scheduler
+        self.requests = server.app.requests
 
     @property
     def port(self) -> int:
@@ -107,23 +103,15 @@ class Served:
 
 @contextmanager
 def served(make_backend=FakeBackend, *, max_queue=128, max_body_bytes=32 * 2**20, uds=None) -> Iterator[Served]:
-    models = FakeModels(lambda _: make_backend())
-    scheduler = Scheduler(models, Limits(max_queue=max_queue))
-    worker = Worker(scheduler, None, models.close)
-    grammars = GrammarCompiler(models.vocabulary)
-    app = Recorder(Api(Services(scheduler, Catalog(ENTRY, ["fake"]), models, "fp_test", grammars)))
-    limits = FramingLimits(max_body_bytes=max_body_bytes)
-    server = Server(app, ServerOptions(address=("127.0.0.1", 0), uds=uds, limits=limits))
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
-    try:
-        yield Served(server, scheduler, app.requests)
-    finally:
-        worker.stop()
-        server.close()
-        grammars.close()
-        accepting.join(DEADLINE_S)
+    options = ServerOptions(address=("127.0.0.1", 0), uds=uds, limits=FramingLimits(max_body_bytes=max_body_bytes))
+    with testing.serving(
+        lambda _: make_backend(),
+        catalog=Catalog(ENTRY, [ENTRY.name]),
+        options=options,
+        limits=Limits(max_queue=max_queue),
+        wrap=Recorder,
+    ) as server:
+        yield Served(server)
 
 
 @contextmanager

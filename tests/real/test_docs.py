@@ -18,11 +18,11 @@ from contextlib import contextmanager
 
 import pytest
 import yaml
-from docblocks import ROOT, BadPageError, Block, blocks, blocks_of, commands_of
 
 from mlx_serve.cli import COMMANDS
 from mlx_serve.settings import config
 from mlx_serve.settings.flags import option_of
+from tests.real.docblocks import ROOT, BadPageError, Block, blocks, blocks_of, commands_of
 
 pytestmark = pytest.mark.real
 

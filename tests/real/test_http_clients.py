@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import requests
-from apikit import DEADLINE_S, events, until
-from clientkit import ANSWER, CHAT, chat, content_of, deltas, error_of, held, program, served, started
+
+from tests.real.clientkit import ANSWER, CHAT, chat, content_of, deltas, error_of, held, program, served, started
+from tests.sockets.apikit import events
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.real
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from apikit import DEADLINE_S, serving, until
-from clientkit import Gate
 
 from mlx_serve.api.status import page as files
 from mlx_serve.testing import EOS, FakeBackend, tokens_of
 from mlx_serve.wire.access import AccessPolicy
+from tests.real.clientkit import Gate
+from tests.sockets.apikit import serving
+from tests.waiting import DEADLINE_S, until
 
 api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 NAMES = ("chromium", "chromium-browser", "google-chrome")

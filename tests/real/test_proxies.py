@@ -9,8 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S, until
-from clientkit import ANSWER, CHAT, Served, chat, content_of, deltas, error_of, held, program, served, started
+
+from tests.real.clientkit import (
+    ANSWER,
+    CHAT,
+    Served,
+    chat,
+    content_of,
+    deltas,
+    error_of,
+    held,
+    program,
+    served,
+    started,
+)
+from tests.waiting import DEADLINE_S, until
 
 pytestmark = pytest.mark.real
 

@@ -2,34 +2,25 @@
 
 import http.client
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
-from mlx_serve.api.serving import Services
-from mlx_serve.engine.catalog import Catalog, ModelEntry
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
-from mlx_serve.testing import FakeBackend, FakeModels
+from mlx_serve import serve, testing
+from mlx_serve.engine.schedule.scheduler import Limits
+from mlx_serve.testing import FakeBackend
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
-from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
-
-DEADLINE_S = 20
-ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=4096, vocab_size=262)
+from tests.waiting import DEADLINE_S
 
 
 class Running:
     """A server and how to talk to it."""
 
-    def __init__(self, server: Server, scheduler: Scheduler) -> None:
-        self.server = server
-        self.scheduler = scheduler
-        self.port = server.address[1]
+    def __init__(self, server: serve.Running) -> None:
+        self.server = server.http
+        self.scheduler = server.scheduler
+        self.port = self.server.address[1]
 
     def connection(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
@@ -68,45 +59,11 @@ def events(text: str) -> list:
 
 @contextmanager
 def serving(
-    make_backend=lambda _: FakeBackend(),
-    *,
-    max_queue=128,
-    catalog=None,
-    limits=None,
-    tokenizer=None,
-    access=None,
-    grammar_limits=None,
-    **services,
+    make_backend=lambda _: FakeBackend(), *, max_queue=128, limits=None, access=None, **options
 ) -> Iterator[Running]:
-    """A server that is up, and after the block down with nothing left."""
-    catalog = catalog if catalog is not None else Catalog(ENTRY, ["fake"])
-    models = FakeModels(make_backend, tokenizer)
-    scheduler = Scheduler(models, Limits(max_queue=max_queue))
-    worker = Worker(scheduler, None, models.close)
-    grammars = GrammarCompiler(models.vocabulary, grammar_limits)
-    app = Api(Services(scheduler, catalog, models, "fp_test", grammars, max_queue=max_queue, **services))
-    options = ServerOptions(
-        address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy(), on_end=app.observe
+    """A server that is up, and after the block down with nothing left. ``options`` are those of ``testing.serving``."""
+    http_options = ServerOptions(
+        address=("127.0.0.1", 0), limits=limits or FramingLimits(), access=access or AccessPolicy()
     )
-    server = Server(app, options)
-    accepting = threading.Thread(target=server.serve_forever)
-    worker.start()
-    accepting.start()
-    try:
-        yield Running(server, scheduler)
-    finally:
-        worker.stop()
-        server.close()
-        grammars.close()
-        accepting.join(DEADLINE_S)
-        assert not accepting.is_alive()
-
-
-def until(condition, what: str) -> None:
-    """Wait for something that another thread brings about."""
-    gate = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.01)):
-        if condition():
-            return
-        gate.wait(0.01)
-    raise AssertionError(f"never came: {what}")
+    with testing.serving(make_backend, options=http_options, limits=Limits(max_queue=max_queue), **options) as server:
+        yield Running(server)

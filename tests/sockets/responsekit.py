@@ -13,7 +13,7 @@ import pytest
 
 from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer
+from mlx_serve.testing import ENTRY, EOS, FakeBackend, FakeTokenizer
 from tests.sockets import apikit, requiredkeys
 
 pytest.importorskip("openai", reason="openai is not installed")
@@ -170,7 +170,7 @@ def scripted(
     script = Scripted(tokenizer)
     backend = partial(FakeBackend, answer=script.answer, on_step=on_step)
     services |= {"responses": ResponseStore() if store is None else store, "tokenizer": tokenizer}
-    catalog = Catalog(replace(apikit.ENTRY, context_tokens=context_tokens), list(names))
+    catalog = Catalog(replace(ENTRY, context_tokens=context_tokens), list(names))
     with apikit.serving(lambda _: backend(), catalog=catalog, **services) as server:
         script.server = server
         yield script

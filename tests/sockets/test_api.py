@@ -7,7 +7,6 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from apikit import DEADLINE_S, ENTRY, events, read, serving, until
 
 from mlx_serve import testing
 from mlx_serve.api import body as request_body
@@ -17,9 +16,11 @@ from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.openai import render, schema
 from mlx_serve.api.responses import asked
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, tokens_of
+from mlx_serve.testing import ENTRY, EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, internal_error
 from mlx_serve.wire.framing import FramingLimits
+from tests.sockets.apikit import events, read, serving
+from tests.waiting import DEADLINE_S, until
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 PROMPT_OF_HI = "user: hi\n"

@@ -13,10 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from apikit import DEADLINE_S, serving
 
 from mlx_serve import cli
 from mlx_serve.testing import EOS, FakeBackend
+from tests.sockets.apikit import serving
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[2]
 

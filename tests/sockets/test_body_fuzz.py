@@ -1,9 +1,9 @@
 """Random request bodies, a few hundred of them. ``python -m tests.sockets.bodyfuzz`` sends any number."""
 
 import pytest
-from apikit import serving
 
 from tests.sockets import bodyfuzz
+from tests.sockets.apikit import serving
 
 
 @pytest.mark.parametrize("seed", [1, 2])

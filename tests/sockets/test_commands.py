@@ -13,13 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from apikit import DEADLINE_S, serving, until
 
 from mlx_serve import cli
 from mlx_serve.client.place import place
 from mlx_serve.commands import chat, models
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import EOS, FakeBackend, tokens_of
+from tests.sockets.apikit import serving
+from tests.waiting import DEADLINE_S, until
 
 
 class Terminal(io.StringIO):

@@ -23,7 +23,7 @@ BODIES = {
 # Its paths are asked for in a process that has the copy, and no other package of ours.
 ASK = """
 import json, sys
-from apikit import serving
+from tests.sockets.apikit import serving
 import mlx_serve
 with serving() as server:
     paths = {path: server.request("POST", path, body)[0] for path, body in json.loads(sys.argv[1]).items()}

@@ -6,12 +6,13 @@ import struct
 import threading
 
 import pytest
-from apikit import DEADLINE_S, ENTRY, serving, until
 
 from mlx_serve.api import embeddings
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.metrics import Metrics
-from mlx_serve.testing import VOCAB_SIZE, WIDTH, FakeBackend, vector_of
+from mlx_serve.testing import ENTRY, VOCAB_SIZE, WIDTH, FakeBackend, vector_of
+from tests.sockets.apikit import serving
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture(scope="module")

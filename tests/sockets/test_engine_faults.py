@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 
-from apikit import DEADLINE_S, until
+from tests.waiting import DEADLINE_S, until
 
 # The server with the fake backend, whose step does what FAULT says; a step is overdue after a moment.
 SERVER = """

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from apikit import DEADLINE_S, serving
+
+from tests.sockets.apikit import serving
+from tests.waiting import DEADLINE_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

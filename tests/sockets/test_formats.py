@@ -11,8 +11,9 @@ from mlx_serve.api.generation import OutputOptions
 from tests.pure.familykit import FAMILIES, transcripts
 from tests.pure.familykit import TOOLS as FAMILY_TOOLS
 from tests.pure.formatkit import TOOLS, deepseek, gpt_oss, kimi_k2, llama3, mistral, qwen3
-from tests.sockets.apikit import events, until
+from tests.sockets.apikit import events
 from tests.sockets.replaykit import Message, check_every_way, replaying
+from tests.waiting import until
 
 ARGUMENTS = '{"city": "Zürich 🐉", "days": 3}'
 WEATHER = ("get_weather", ARGUMENTS)

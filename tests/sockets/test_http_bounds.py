@@ -15,7 +15,8 @@ from mlx_serve.wire import channel
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
-from tests.sockets.wirekit import Client, FakeApp, Running, chunked, eventually, get, post, post_head, serving
+from tests.sockets.wirekit import Client, FakeApp, Running, chunked, get, post, post_head, serving
+from tests.waiting import until
 
 # A client that is gone
 
@@ -41,7 +42,7 @@ def test_a_request_whose_client_closes_is_cancelled(raw: bytes) -> None:
             client.send(raw)
             wait_for_a_running_request(running)
         assert running.app.gone.wait(10)
-        assert running.empty()
+        running.empty()
 
 
 @pytest.mark.usefixtures("detection")
@@ -60,7 +61,7 @@ def test_a_client_that_closes_behind_pipelined_bytes_is_noticed() -> None:
             wait_for_a_running_request(running)
             client.send(get() * 3)
         assert running.app.gone.wait(10)
-        assert running.empty()
+        running.empty()
         assert [request.path for request in running.app.requests] == ["/wait"]
 
 
@@ -102,7 +103,7 @@ def test_a_stream_whose_client_leaves_is_closed_between_two_pieces() -> None:
         # At most one more write succeeds after a hang-up.
         pieces.put(b"data: 2\n\n", b"data: 3\n\n")
         assert pieces.closed.wait(10)
-        assert running.empty()
+        running.empty()
 
 
 def test_a_stream_goes_on_for_a_client_that_half_closed() -> None:
@@ -121,7 +122,7 @@ def test_a_client_that_left_is_499_in_the_log(caplog: pytest.LogCaptureFixture) 
     caplog.set_level("INFO", "mlx_serve.access")
     with serving() as running:
         running.connect().send(post(b"/wait")).reset()
-        assert eventually(lambda: "status=499" in caplog.text)
+        until(lambda: "status=499" in caplog.text, "a line with status 499")
     assert "path=/wait status=499" in caplog.text
 
 
@@ -132,7 +133,7 @@ def test_a_reader_that_takes_nothing_is_cut() -> None:
     with serving(write_timeout_s=0.2) as running, running.connect() as client:
         client.send(post(b"/flood"))
         assert running.app.gone.wait(10)
-        assert running.empty()
+        running.empty()
         assert client.cut()
 
 
@@ -162,7 +163,7 @@ def test_what_a_client_took_before_it_left_is_in_the_log(caplog: pytest.LogCaptu
     caplog.set_level("INFO", "mlx_serve.access")
     with serving(write_timeout_s=0.2) as running, running.connect() as client:
         client.send(post(b"/flood"))
-        assert eventually(lambda: "status=499" in caplog.text)
+        until(lambda: "status=499" in caplog.text, "a line with status 499")
         match = re.search(r"bytes_out=(\d+)", caplog.text)
         assert match
         got = b""
@@ -240,7 +241,7 @@ def test_lingering_is_bounded(bounds: dict[str, float]) -> None:
         client.send(post_head(b"/nope", b"Content-Length: 9000000"))
         assert client.reply().status == 404
         # The client neither sends nor closes.
-        assert running.empty()
+        running.empty()
 
 
 # Too many
@@ -266,7 +267,7 @@ def test_beyond_the_limit_there_is_a_quick_503() -> None:
         assert [client.reply().status for client in working] == [200, 200, 200]
         for client in working:
             client.sock.close()
-        assert running.empty()
+        running.empty()
         assert running.ask(get()).status == 200
 
 
@@ -293,19 +294,19 @@ def test_an_idle_connection_gives_way() -> None:
         idle = stack.enter_context(running.connect())
         assert idle.send(get()).reply().status == 200
         # It may not be resting yet when its reply has been read.
-        assert eventually(lambda: running.ask(get()).status == 200)
+        until(lambda: running.ask(get()).status == 200, "an answer")
         assert idle.at_end()
         running.app.release.set()
         assert working.reply().status == 200
 
 
-def in_state(running: Running, *states: str) -> bool:
+def in_state(running: Running, *states: str) -> None:
     """Waits until the server's connections are in these states."""
 
     def reached() -> bool:
         return sorted(place.state for place in running.server._roster._places.values()) == sorted(states)
 
-    return eventually(reached)
+    until(reached, f"connections in the states {states}")
 
 
 @pytest.mark.usefixtures("impatient")
@@ -319,7 +320,7 @@ def in_state(running: Running, *states: str) -> bool:
 def test_what_waits_for_its_client_gives_way(raw: bytes, state: str) -> None:
     with serving(max_connections=1, linger_silence_s=60) as running, running.connect() as slow:
         slow.send(raw)
-        assert in_state(running, state)
+        in_state(running, state)
         assert running.ask(get()).status == 200
         assert slow.cut()
         assert all(request.path == "/hello" for request in running.app.requests)
@@ -329,8 +330,8 @@ def test_what_waits_for_its_client_gives_way(raw: bytes, state: str) -> None:
 def test_a_reply_that_nobody_takes_gives_way() -> None:
     with serving(max_connections=1) as running, running.connect() as deaf:
         deaf.send(post(b"/flood"))
-        assert in_state(running, "running")
-        assert eventually(lambda: running.ask(get()).status == 200)
+        in_state(running, "running")
+        until(lambda: running.ask(get()).status == 200, "an answer")
         assert running.app.gone.wait(10)
 
 
@@ -340,14 +341,14 @@ def test_the_slowest_body_gives_way(caplog: pytest.LogCaptureFixture) -> None:
     head = post_head(b"/echo", b"Content-Length: 100001")
     with serving(max_connections=2) as running, ExitStack() as stack:
         quick, slow = (stack.enter_context(running.connect()).send(head) for _ in range(2))
-        assert in_state(running, "body", "body")
+        in_state(running, "body", "body")
         quick.send(b"x" * 100_000)
         slow.send(b"x")
-        assert eventually(lambda: running.server._setting.bodies.n_held == 100_001)
+        until(lambda: running.server._setting.bodies.n_held == 100_001, "the body's bytes")
         assert running.ask(get()).status == 200
         assert slow.cut()
         assert quick.send(b"x").reply().status == 200
-        assert eventually(lambda: "gone=evicted" in caplog.text)
+        until(lambda: "gone=evicted" in caplog.text, "a line of an eviction")
 
 
 def test_a_refusal_does_not_wait_for_its_body() -> None:
@@ -360,7 +361,7 @@ def test_a_refusal_does_not_wait_for_its_body() -> None:
 
 def test_a_connection_that_just_came_does_not() -> None:
     with serving(max_connections=1) as running, running.connect() as first:
-        assert eventually(lambda: running.server.n_connections == 1)
+        until(lambda: running.server.n_connections == 1, "one connection")
         assert running.ask(get()).status == 503
         assert first.send(get()).reply().status == 200
 
@@ -474,12 +475,12 @@ def test_the_bodies_of_all_requests_are_bounded_together() -> None:
         bodies = running.server._setting.bodies
         with running.connect() as client:
             client.send(post_head(b"/echo", b"Content-Length: 80") + b"x" * 60)
-            assert eventually(lambda: bodies.n_held == 60)
+            until(lambda: bodies.n_held == 60, "60 bytes held")
             refused = running.ask(post(b"/echo", b"y" * 60))
             assert refused.status == 503
             assert b"--max-total-body-bytes" in refused.body
             assert client.send(b"x" * 20).reply().body == b"x" * 80
         # Given back when the reply is out, which its client may have read a little earlier.
-        assert eventually(lambda: bodies.n_held == 0)
+        until(lambda: bodies.n_held == 0, "no byte held")
         assert running.ask(post(b"/echo", b"y" * 60)).body == b"y" * 60
-        assert eventually(lambda: bodies.n_held == 0)
+        until(lambda: bodies.n_held == 0, "no byte held")

@@ -11,7 +11,8 @@ import pytest
 from mlx_serve.values import RawRequest, Response, internal_error
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.request_log import RequestLog, as_json, as_text
-from tests.sockets.wirekit import HOST, Client, FakeApp, eventually, get, post, post_head, serving
+from tests.sockets.wirekit import HOST, Client, FakeApp, get, post, post_head, serving
+from tests.waiting import until
 
 
 def test_every_reply_says_who_when_and_which() -> None:
@@ -302,7 +303,7 @@ def test_a_stream_that_fails_later_is_cut_without_its_last_chunk(caplog: pytest.
 
 
 def log_lines(caplog: pytest.LogCaptureFixture, n_lines: int) -> list[str]:
-    assert eventually(lambda: len([r for r in caplog.records if r.name == "mlx_serve.access"]) >= n_lines)
+    until(lambda: len([r for r in caplog.records if r.name == "mlx_serve.access"]) >= n_lines, "the lines of the log")
     return [record.getMessage() for record in caplog.records if record.name == "mlx_serve.access"]
 
 

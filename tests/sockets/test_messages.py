@@ -6,8 +6,6 @@ import threading
 from contextlib import closing
 
 import pytest
-from apikit import DEADLINE_S, read, serving, until
-from messageskit import as_message, ask, check_order, joined, parse, stream, whole
 
 from mlx_serve.api.anthropic import render
 from mlx_serve.api.anthropic.errors import as_anthropic_object
@@ -15,8 +13,11 @@ from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, render_lines, tok
 from mlx_serve.values import ApiError, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire.framing import FramingLimits
 from tests.pure.formatkit import deepseek, gpt_oss, qwen3
+from tests.sockets.apikit import read, serving
+from tests.sockets.messageskit import as_message, ask, check_order, joined, parse, stream, whole
 from tests.sockets.replaykit import replaying
 from tests.sockets.test_formats import CASES
+from tests.waiting import DEADLINE_S, until
 
 ANSWER = "user: hi\n"
 WEATHER = {

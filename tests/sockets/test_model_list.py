@@ -1,9 +1,9 @@
 """The list of models in pages, as Anthropic's clients ask for it."""
 
 import pytest
-from apikit import serving
 
 from mlx_serve.engine.catalog import Catalog, ModelEntry
+from tests.sockets.apikit import serving
 from tests.sockets.requiredkeys import check_model
 
 NAMES = ("a", "b", "c", "d")

@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from apikit import ENTRY, events, serving, until
 
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.metrics import Metrics
-from mlx_serve.testing import FakeBackend
+from mlx_serve.testing import ENTRY, FakeBackend
 from mlx_serve.values import ApiError, EngineStats, ModelStats
 from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
+from tests.sockets.apikit import events, serving
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 N_PROMPT = len("user: hi\n")

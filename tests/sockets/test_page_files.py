@@ -4,10 +4,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from apikit import serving, until
 
 from mlx_serve.api.status import page
 from mlx_serve.wire.access import AccessPolicy
+from tests.sockets.apikit import serving
+from tests.waiting import until
 
 KEYS = AccessPolicy(api_keys=("k",))
 

@@ -4,17 +4,17 @@ import json
 import threading
 
 import pytest
-from apikit import DEADLINE_S, until
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
-from responsekit import COMPACTED, events_of, joined, kinds, plain, scripted
 
 from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.api.responses.items import Item, Other, as_list
 from mlx_serve.testing import FakeTokenizer
 from mlx_serve.values import ApiError, ClientGone
 from tests.sockets import requiredkeys
+from tests.sockets.responsekit import COMPACTED, events_of, joined, kinds, plain, scripted
+from tests.waiting import DEADLINE_S, until
 
 WEATHER = {
     "type": "function",

@@ -1,10 +1,10 @@
 """Whose KV caches a request may share: the scope of its jobs, in every dialect."""
 
 import pytest
-from apikit import serving
 
 from mlx_serve.testing import FakeBackend
 from mlx_serve.wire.access import AccessPolicy
+from tests.sockets.apikit import serving
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 ROUTES = {

@@ -5,11 +5,11 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from apikit import ENTRY, serving
 
 from mlx_serve.api.body import Defaults
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.testing import FakeBackend, FakeTokenizer, render_lines
+from mlx_serve.testing import ENTRY, FakeBackend, FakeTokenizer, render_lines
+from tests.sockets.apikit import serving
 
 SECOND = replace(
     ENTRY,

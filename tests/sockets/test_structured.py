@@ -4,22 +4,20 @@ import json
 import re
 import sys
 import threading
+from functools import partial
 
 import jsonschema
-import messageskit
 import pytest
-from apikit import DEADLINE_S, Running, events, serving
 
+from mlx_serve import serve
 from mlx_serve.api import grammar_child
-from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.catalog import Catalog, read_entry
 from mlx_serve.engine.generate import constraints
-from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
-from mlx_serve.engine.schedule.worker import Worker
-from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions
+from tests.sockets import messageskit
+from tests.sockets.apikit import Running, events, serving
+from tests.waiting import DEADLINE_S
 
 pytest.importorskip("llguidance")
 
@@ -69,19 +67,15 @@ def server(tmp_path_factory):
         prompt_cache_size=4,
         prompt_cache_bytes=None,
     )
-    scheduler = Scheduler(models, Limits(max_queue=128))
-    grammars = GrammarCompiler(models.vocabulary, grammar_child.Limits(cpu_s=1))
-    services = Services(scheduler, catalog, models, "fp_test", grammars)
-    worker = Worker(scheduler, "tiny", models.close)
-    http = Server(Api(services), ServerOptions(address=("127.0.0.1", 0)))
-    accepting = threading.Thread(target=http.serve_forever)
-    worker.start()
-    accepting.start()
-    yield Running(http, scheduler)
-    worker.stop()
-    http.close()
-    grammars.close()
-    accepting.join(DEADLINE_S)
+    with serve.running(
+        catalog,
+        models,
+        ServerOptions(address=("127.0.0.1", 0)),
+        services=partial(Services, fingerprint="fp_test"),
+        grammar_limits=grammar_child.Limits(cpu_s=1),
+        first_model="tiny",
+    ) as server:
+        yield Running(server)
 
 
 def ok(answer):

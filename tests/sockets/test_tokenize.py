@@ -1,9 +1,9 @@
 """llama-server's endpoints around the tokenizer, on the fake one: a token is a byte, or a control token."""
 
 import pytest
-from apikit import serving
 
 from mlx_serve.testing import EOS
+from tests.sockets.apikit import serving
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import ClassVar
 from mlx_serve.values import ApiError, ClientGone, RawRequest, Response
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import ServerOptions, Target
+from tests.waiting import until
 
 PATIENCE_S = 10.0
 HOST = b"Host: localhost\r\n"
@@ -271,9 +272,9 @@ class Running:
         with self.connect() as client:
             return client.send(raw).reply(head=head)
 
-    def empty(self) -> bool:
+    def empty(self) -> None:
         """Waits until no connection is left."""
-        return eventually(lambda: self.server.n_connections == 0)
+        until(lambda: self.server.n_connections == 0, "the end of all connections")
 
 
 @contextmanager
@@ -293,14 +294,6 @@ def serving(**options: object) -> Iterator[Running]:
         loop.join(PATIENCE_S)
         assert server.n_connections == 0
         assert set(threading.enumerate()) <= before
-
-
-def eventually(condition: Callable[[], bool]) -> bool:
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if condition():
-            return True
-        threading.Event().wait(0.01)
-    return condition()
 
 
 def get(path: bytes = b"/hello", *fields: bytes, method: bytes = b"GET", version: bytes = b"1.1") -> bytes:
