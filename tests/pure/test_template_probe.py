@@ -417,3 +417,82 @@ def test_an_escape_in_a_call_s_arguments_is_guarded_as_what_it_stands_for():
     prompt = chat_prompt(tokenizer, [user("x"), turn, result("1")])
     assert "<|im_end|>" in tokenizer.decode(prompt.tokens)
     assert not tokenizer.special_ids & set(prompt.tokens)
+
+
+# Parameters whose schema says more than a type
+
+
+def parameters_of(tools) -> list[tuple[str, dict]]:
+    functions = [tool["function"] for tool in tools or ()]
+    properties = [function["parameters"]["properties"] for function in functions if "parameters" in function]
+    return [(name, schema) for one in properties for name, schema in one.items() if isinstance(schema, dict)]
+
+
+def shallow_tools(messages, tools, options):
+    """gpt-oss's, Gemma 4's, Seed-OSS's: a parameter's name, type and description, and nothing that is in it."""
+    lines = [f"{tool['function']['name']}: {tool['function'].get('description')}" for tool in tools or ()]
+    lines += [f"{name}: {schema.get('type')}, {schema.get('description')}" for name, schema in parameters_of(tools)]
+    return "\n".join([full(messages, None, options), *lines])
+
+
+def with_enums(messages, tools, options):
+    """Gemma 4's: also lists what is allowed."""
+    listed = [str(schema["enum"]) for _, schema in parameters_of(tools) if "enum" in schema]
+    return "\n".join([shallow_tools(messages, tools, options), *listed])
+
+
+PLACE = {"type": "object", "properties": {"lat": {"type": "number", "description": "North"}}}
+UNIT = {"type": "string", "enum": ["celsius", "kelvin"], "description": "The unit"}
+NESTED = {
+    "place": {**PLACE, "description": "Where"},
+    "days": {"type": "array", "items": {"type": "string", "enum": ["monday"]}},
+    "unit": UNIT,
+    "when": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "also": {"$ref": "#/$defs/Place"},
+    "name": {"type": "string", "description": "Who"},
+    "odd": True,
+}
+
+
+def nested_tool() -> dict:
+    parameters = {"type": "object", "properties": NESTED, "$defs": {"Place": PLACE}}
+    return {"type": "function", "function": {"name": "nested", "description": "d", "parameters": parameters}}
+
+
+def properties_given(template) -> dict:
+    recorder = Recorder(template)
+    chat_prompt(model(render=recorder), [user("x")], tools=[nested_tool()])
+    return recorder.tools[0]["function"]["parameters"]["properties"]
+
+
+def test_a_nested_schema_that_a_template_leaves_out_is_told_in_the_parameter_s_description():
+    got = properties_given(shallow_tools)
+    assert got["name"] == NESTED["name"]
+    assert got["odd"] is True
+    assert got["place"]["properties"] == PLACE["properties"]
+    assert got["place"]["description"] == f"Where\nJSON schema: {json.dumps(PLACE)}"
+    assert got["days"]["description"] == f"JSON schema: {json.dumps(NESTED['days'])}"
+    assert '"enum": ["celsius", "kelvin"]' in got["unit"]["description"]
+    assert '{"type": "integer"}' in got["when"]["description"]
+    assert '"Place": {"type": "object", "properties": {"lat"' in got["also"]["description"]
+
+
+def test_what_a_template_shows_of_a_schema_is_not_told_again():
+    assert properties_given(with_enums)["unit"] == UNIT
+    assert "JSON schema" in properties_given(with_enums)["place"]["description"]
+    assert properties_given(full) == NESTED
+
+
+def test_a_keyword_that_a_template_refuses_has_the_tools_described():
+    def without_references(messages, tools, options):
+        if "$ref" in str(tools):
+            refuse("no type")
+        return full(messages, tools, options)
+
+    recorder = Recorder(without_references)
+    tokenizer = model(render=recorder)
+    chat_prompt(tokenizer, [user("x")], tools=[nested_tool()])
+    assert recorder.tools is None
+    assert "#/$defs/Place" in recorder.messages[0]["content"]
+    chat_prompt(tokenizer, [user("x")], tools=TOOLS)
+    assert recorder.tools == TOOLS

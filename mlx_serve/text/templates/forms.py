@@ -6,6 +6,7 @@ A step takes messages and returns messages. It changes only what it is about, an
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,6 +33,32 @@ def filled(tools: Sequence[Any]) -> list[Any]:
 def flat(tools: Sequence[Any]) -> list[Any]:
     """Tools that have a function's fields in themselves too, for templates that look for them there."""
     return [{**tool, **tool["function"]} for tool in filled(tools)]
+
+
+def told(tools: Sequence[Any], keywords: Collection[str]) -> list[Any]:
+    """Tools of which a parameter's description has the parameter's schema, where any of ``keywords`` is in that."""
+    return [{**tool, "function": _with_told_parameters(tool["function"], keywords)} for tool in tools]
+
+
+def _with_told_parameters(function: Mapping[str, Any], keywords: Collection[str]) -> Mapping[str, Any]:
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return function
+    definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
+    named = {name: _told(schema, keywords, definitions) for name, schema in properties.items()}
+    return {**function, "parameters": {**parameters, "properties": named}}
+
+
+def _told(schema: Any, keywords: Collection[str], definitions: Mapping[str, Any]) -> Any:
+    text = json.dumps(schema, ensure_ascii=False)
+    if not isinstance(schema, Mapping) or not any(f'"{keyword}":' in text for keyword in keywords):
+        return schema
+    shown = {key: value for key, value in schema.items() if key != "description"}
+    if '"$ref":' in text:
+        shown |= definitions
+    description = [schema.get("description"), f"JSON schema: {json.dumps(shown, ensure_ascii=False)}"]
+    return {**schema, "description": "\n".join(filter(None, description))}
 
 
 def _with_parameters(function: Mapping[str, Any]) -> dict[str, Any]:

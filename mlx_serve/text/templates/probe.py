@@ -17,7 +17,17 @@ from mlx_serve.text.templates import forms
 from mlx_serve.text.templates import turn_forms as turns
 from mlx_serve.text.templates.call_forms import Message
 from mlx_serve.text.templates.forms import Step
-from mlx_serve.text.templates.probe_words import assistant, cut_call, n_lost, result, sparse_tools, system, tool, user
+from mlx_serve.text.templates.probe_words import (
+    assistant,
+    cut_call,
+    n_lost,
+    nested_tools,
+    result,
+    sparse_tools,
+    system,
+    tool,
+    user,
+)
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError
 
@@ -37,6 +47,7 @@ class Plan:
     ``shows_users``: whether what a user writes is in the prompt at all; speech and ranking models leave it out.
     ``tools``: as the client wrote them, filled with what OpenAI lets a client leave out, flat as well as nested, or
     described in a system message.
+    ``untold``: the keywords of JSON schemas whose values are left out of the parameters of tools.
     ``thinking_option``: what the template calls the option to think.
     """
 
@@ -44,6 +55,7 @@ class Plan:
     tools: ToolForm
     thinking_option: str
     shows_users: bool = True
+    untold: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +178,12 @@ def plan(tokenizer: Tokenizer, *, with_tools: bool) -> Plan:
         return _WITHOUT_TEMPLATE
     form, steps = _tool_form(tokenizer) if with_tools else ("own", frozenset())
     tools = TOOL_FORMS[form](_TOOLS) if with_tools and form != "described" else None
+    untold = _untold(tokenizer, form, steps) if tools else frozenset()
     for matter in _MATTERS:
         steps = _choose(tokenizer, matter, steps, tools)
     alone = _text(tokenizer, forms.in_form([_U], steps), tools)
-    return Plan(steps, form, _thinking_option(tokenizer), shows_users=alone is None or not n_lost(_U, alone))
+    shows_users = alone is None or not n_lost(_U, alone)
+    return Plan(steps, form, _thinking_option(tokenizer), shows_users, untold)
 
 
 def _choose(tokenizer: Tokenizer, matter: _Matter, steps: Steps, tools: Tools | None) -> Steps:
@@ -198,6 +212,16 @@ def _tool_form(tokenizer: Tokenizer) -> tuple[ToolForm, Steps]:
         if not any(n_lost(tools, text or "") for text in texts):
             return form, steps
     return "described", frozenset()
+
+
+def _untold(tokenizer: Tokenizer, form: ToolForm, steps: Steps) -> frozenset[str]:
+    messages, found = forms.in_form([_U], steps), set()
+    for keyword, tool_of_it in nested_tools().items():
+        text = _text(tokenizer, messages, TOOL_FORMS[form]([tool_of_it]))
+        # What a template refuses is described.
+        if text is not None and n_lost(tool_of_it, text):
+            found.add(keyword)
+    return frozenset(found)
 
 
 def _thinking_option(tokenizer: Tokenizer) -> str:

@@ -54,6 +54,26 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+def nested_tools() -> dict[str, dict[str, Any]]:
+    """For each keyword of JSON schemas that says more than a type: a tool with a parameter that has it."""
+    inner = {"type": "object", "properties": {"zqizq": {"type": "string", "description": "zqjzq"}}}
+    schemas: dict[str, dict[str, Any]] = {
+        "enum": {"type": "string", "enum": ["zqkzq"]},
+        "properties": inner,
+        "items": {"type": "array", "items": inner},
+        "anyOf": {"anyOf": [{"type": "string", "enum": ["zqlzq"]}, {"type": "null"}]},
+        "$ref": {"$ref": "#/$defs/zqmzq"},
+    }
+    return {keyword: _nested_tool(schema, {"zqmzq": inner}) for keyword, schema in schemas.items()}
+
+
+def _nested_tool(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    properties = {"zqpzq": {"description": "zqezq", **schema}}
+    parameters = {"type": "object", "properties": properties, "required": ["zqpzq"]}
+    parameters |= {"$defs": definitions} if "$ref" in schema else {}
+    return {"type": "function", "function": {"name": "zqnzq", "description": "zqdzq", "parameters": parameters}}
+
+
 def sparse_tools() -> list[dict[str, Any]]:
     """Tools with no more than they must have."""
     parameters = {"type": "object", "properties": {"zqpzq": {"type": "string"}}}

@@ -44,7 +44,8 @@ def rendered(
     if offered and chosen.tools != "described":
         # A tool may be of a kind that the template fails at, or leaves out.
         with suppress(ApiError):
-            return _in_a_form_it_takes(_Way(formats, offered, chosen.tools, options), chosen.steps, turns)
+            told = forms.told(offered, chosen.untold)
+            return _in_a_form_it_takes(_Way(formats, told, chosen.tools, options), chosen.steps, turns)
     return _in_a_form_it_takes(_Way(formats, offered, "described", options), chosen.steps, turns)
 
 
