@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from mlx_serve import __version__, progress
-from mlx_serve.api.body import Defaults
 from mlx_serve.api.endpoints import Api
 from mlx_serve.api.grammar_child import Limits as GrammarLimits
 from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
@@ -38,7 +37,7 @@ from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.settings import http
 from mlx_serve.settings import models as model_options
 from mlx_serve.settings import ranks as ranked
-from mlx_serve.settings.config import Config
+from mlx_serve.settings.config import Config, sampling_defaults
 from mlx_serve.values import ApiError, Progress, StartError
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import Application, ServerOptions
@@ -207,14 +206,7 @@ def services(settings: Config) -> Callable[..., Services]:
     return partial(
         Services,
         fingerprint=_fingerprint(),
-        defaults=Defaults(
-            max_tokens=settings.max_tokens,
-            temperature=settings.temp,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_p=settings.min_p,
-            n_draft_tokens=settings.num_draft_tokens,
-        ),
+        defaults=sampling_defaults(settings),
         template_options=settings.chat_template_args,
         max_model_len=settings.max_model_len,
         adapter=settings.adapter_path,

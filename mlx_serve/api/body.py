@@ -1,7 +1,6 @@
 """From a request's bytes to a checked request of any dialect, or an ApiError 400 that names the field.
 
-The bounds on lists that every dialect has are here too, and what a request gets where it says nothing. Knows no
-dialect: a dialect's schema is a ``Model`` that it hands in.
+The bounds on lists that every dialect has are here too. Knows no dialect: its schema is a ``Model`` that it hands in.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -20,22 +18,6 @@ from mlx_serve.values import ApiError
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """What a request gets when it does not say: the command line's sampling flags, and a model's own defaults."""
-
-    # None: as many as the context leaves room for.
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    n_draft_tokens: int = 3
 
 
 R = TypeVar("R", bound=Model)

@@ -18,8 +18,8 @@ from pydantic import Field
 from mlx_serve.api.body import parse
 from mlx_serve.api.cost import length_check
 from mlx_serve.api.fields import Inputs, Model, Str
-from mlx_serve.api.generation import ALIVE_EVERY_S
 from mlx_serve.api.routes import Route
+from mlx_serve.api.running_jobs import ALIVE_EVERY_S, RunningJobs
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.api.shapes import dumps
 from mlx_serve.engine.catalog import ModelEntry
@@ -30,15 +30,12 @@ from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import (
     ApiError,
     Check,
-    ClientGone,
     Embedded,
-    Failed,
     Job,
     Prompt,
     RawRequest,
     Response,
     Sampling,
-    Started,
     internal_error,
 )
 from mlx_serve.values import Inputs as JobInputs
@@ -123,29 +120,16 @@ def _input_check(request: RawRequest, most: int | None, n_before: int, param: st
 
 def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[bytes]:
     """One after another, as the engine has them. Raises ApiError, and ClientGone when nobody waits any more."""
-    assert job.inputs is not None
     trace = Trace(services.metrics, job.model, request.path, request.request_id, request.received_at)
-    services.scheduler.submit([job])
-    trace.queued()
-    try:
-        is_over = False
-        while not is_over:
-            event = services.scheduler.poll(job.events, ALIVE_EVERY_S)
-            if not request.alive():
-                trace.close()
-                raise ClientGone
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Started):
-                trace.admitted(sum(map(len, job.inputs.tokens)), event.cached_tokens, looked_up=False)
-            elif isinstance(event, Embedded):
+    jobs = RunningJobs(services.scheduler, [job], request.alive, trace)
+    jobs.submit(ALIVE_EVERY_S)
+    with jobs:
+        while jobs:
+            event = jobs.next(ALIVE_EVERY_S)
+            if isinstance(event, Embedded):
                 yield event.vector
-                is_over = event.is_last
-        trace.ended("stop")
-    finally:
-        # What has not ended by now has failed; after its end both change nothing.
-        trace.close(failed=True)
-        services.scheduler.cancel([job])
+                if event.is_last:
+                    jobs.end(event, "stop")
 
 
 def _written(vectors: Sequence[bytes], encoding: Encoding, model: str, n_tokens: int, request_id: str) -> bytes:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty
 from typing import Any, Literal
 
+from mlx_serve.api.running_jobs import RunningJobs
+from mlx_serve.api.token_logprobs import TokenLogprobs
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Metrics, Trace
 from mlx_serve.text.detokenizer import Detokenizer
@@ -25,10 +25,8 @@ from mlx_serve.text.symbols import Piece, Splitter, Symbols
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import (
     Beat,
-    ClientGone,
     Delta,
     Event,
-    Failed,
     Finish,
     FinishReason,
     Job,
@@ -36,14 +34,12 @@ from mlx_serve.values import (
     Started,
     Text,
     TokenEvent,
-    TokenLogprob,
     ToolCallArguments,
     ToolCallStart,
     Usage,
 )
 
-# How long a client that has gone may go unnoticed, and how long a stream may be silent.
-ALIVE_EVERY_S = 0.25
+# How long a stream may be silent.
 BEAT_EVERY_S = 10.0
 # A stream's headers wait so long for a job to be admitted, so that a failure still gets its own status.
 ADMISSION_WAIT_S = 10.0
@@ -82,45 +78,29 @@ class Generation:
         alive: Callable[[], bool],
         trace: Trace | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._trace = trace if trace is not None else Trace(Metrics(), jobs[0].model, n_sequences=len(jobs))
-        self._jobs = {job.index: job for job in jobs}
-        self._events = jobs[0].events
+        trace = trace if trace is not None else Trace(Metrics(), jobs[0].model, n_sequences=len(jobs))
+        self._running = RunningJobs(scheduler, jobs, alive, trace)
         self._choices = {job.index: _Choice(job, tokenizer, options) for job in jobs}
-        self._alive = alive
-        self._alive_at = time.monotonic()
-        self._early: Event | None = None
         self.finishes: list[Finish] = []
 
     def submit(self) -> None:
         """Queue the jobs and wait, up to a limit, until the first of them runs or fails. Raises ApiError."""
-        self._scheduler.submit(list(self._jobs.values()))
-        self._trace.queued()
-        try:
-            self._early = self._wait(ADMISSION_WAIT_S)
-            if isinstance(self._early, Failed):
-                self._trace.close(failed=True)
-                raise self._early.error
-        except BaseException:
-            self.cancel()
-            raise
+        self._running.submit(ADMISSION_WAIT_S)
 
     def __iter__(self) -> Iterator[Delta]:
         try:
-            yield from self._deltas()
-        except (ClientGone, GeneratorExit):
-            self.cancel()
-            raise
+            with self._running:
+                yield from self._deltas()
         finally:
-            # What has not ended by now has failed.
-            self._trace.close(failed=True)
-            self.cancel()
-            self._count_untaken()
+            # The tokens that were made while a client did not take those before them, and then left.
+            for event in self._running.untaken():
+                self._choices[event.index].n_tokens += isinstance(event, TokenEvent)
 
     @property
     def cached_tokens(self) -> int:
         """Of the first job's prompt; asked before the iteration, and 0 while it has not left the queue."""
-        return self._early.cached_tokens if isinstance(self._early, Started) else 0
+        first = self._running.first
+        return first.cached_tokens if isinstance(first, Started) else 0
 
     @property
     def usages(self) -> dict[int, Usage]:
@@ -129,69 +109,24 @@ class Generation:
 
     def cancel(self) -> None:
         """Free the places of the jobs that have not ended."""
-        self._trace.close()
-        if self._jobs:
-            self._scheduler.cancel(list(self._jobs.values()))
+        self._running.cancel()
 
     def _deltas(self) -> Iterator[Delta]:
         spoken_at = time.monotonic()
-        while self._jobs:
-            event, self._early = self._early or self._wait(BEAT_EVERY_S), None
+        while self._running:
+            event = self._running.next(BEAT_EVERY_S)
             # Tokens may come all the while and have no text yet: a marker, a tool call that is read at its end.
             if event is None or time.monotonic() - spoken_at >= BEAT_EVERY_S:
                 spoken_at = time.monotonic()
                 yield Beat()
-            if event is None:
-                continue
-            if isinstance(event, Failed):
-                raise event.error
-            if event.index in self._jobs:
+            if event is not None and event in self._running:
                 choice = self._choices[event.index]
-                self._follow(event)
                 for delta in choice.take(event):
                     spoken_at = time.monotonic()
                     yield delta
                 if choice.finish is not None:
                     self.finishes.append(choice.finish)
-                    self._trace.ended(choice.finish.reason)
-                    self._end(event)
-
-    def _count_untaken(self) -> None:
-        """The tokens that were made while a client did not take those before them, and then left."""
-        with suppress(Empty):
-            while True:
-                event = self._events.get_nowait()
-                if isinstance(event, TokenEvent) and event.index in self._jobs:
-                    self._choices[event.index].n_tokens += 1
-
-    def _follow(self, event: Event) -> None:
-        if isinstance(event, Started):
-            self._trace.admitted(len(self._jobs[event.index].prompt.tokens), event.cached_tokens)
-        elif isinstance(event, TokenEvent):
-            self._trace.token(event.index)
-
-    def _end(self, event: Event) -> None:
-        job = self._jobs.pop(event.index)
-        if isinstance(event, TokenEvent) and not event.finish:
-            # Ended by a stop string: the engine does not know yet.
-            self._scheduler.cancel([job])
-
-    def _wait(self, timeout_s: float) -> Event | None:
-        """The next event, or None after ``timeout_s``. Asks every now and then whether the client is still there."""
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            event = self._scheduler.poll(self._events, min(left_s, ALIVE_EVERY_S))
-            self._check_alive()
-            if event is not None:
-                return event
-        return None
-
-    def _check_alive(self) -> None:
-        now = time.monotonic()
-        if now - self._alive_at >= ALIVE_EVERY_S:
-            self._alive_at = now
-            if not self._alive():
-                raise ClientGone
+                    self._running.end(event, choice.finish.reason)
 
 
 @dataclass(slots=True)
@@ -215,7 +150,7 @@ class _Choice:
     detokenizer: Detokenizer = field(init=False)
     splitter: Splitter = field(init=False)
     cutter: StopCutter = field(init=False)
-    logprobs: _Logprobs = field(init=False)
+    logprobs: TokenLogprobs = field(init=False)
 
     def __post_init__(self) -> None:
         if self.options.is_chat:
@@ -226,7 +161,7 @@ class _Choice:
             context = self.job.prompt.tokens
             self.detokenizer = Detokenizer(self.tokenizer, self.tokenizer.hidden_ids, context)
         self.cutter = StopCutter(self.options.stops, keeps_stop=self.options.keeps_stop)
-        self.logprobs = _Logprobs(self.tokenizer)
+        self.logprobs = TokenLogprobs(self.tokenizer)
 
     def _read_as_chat(self) -> None:
         found = formats(self.tokenizer)
@@ -328,51 +263,3 @@ class _Choice:
     def usage(self) -> Usage:
         """So far."""
         return Usage(len(self.job.prompt.tokens), self.n_tokens, self.n_cached, self.n_reasoning)
-
-
-class _Logprobs:
-    """Holds the log-probabilities of tokens until the content that each one begins in has gone out.
-
-    ``add`` tells where a token's text is in the text that the splitter was given, ``place`` which part of that has
-    become content; a token's entry goes out with the content, or not at all.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._n_placed = 0
-        self._n_sent = 0
-        # (first and last position in the text, entry)
-        self._heard: list[tuple[int, int, TokenLogprob]] = []
-        # (position in the content at which the token's text begins, entry)
-        self._waiting: list[tuple[int, TokenLogprob]] = []
-
-    def add(self, event: TokenEvent, start: int, end: int) -> None:
-        assert event.logprob is not None
-        self._heard.append((start, end, self.entry(event.token, event.logprob, event.top_logprobs)))
-
-    def place(self, piece: Piece) -> None:
-        """A part of the text is content."""
-        begun = [heard for heard in self._heard if heard[0] < piece.end]
-        del self._heard[: len(begun)]
-        for start, end, entry in begun:
-            # A token without text is the first byte of a character that the next one ends.
-            if end > piece.start or start >= piece.start:
-                self._waiting.append((self._n_placed + max(0, start - piece.start), entry))
-        self._n_placed += len(piece.text)
-
-    def drop(self, end: int) -> None:
-        """The text up to here is no content."""
-        while self._heard and self._heard[0][1] <= end and self._heard[0][0] < end:
-            del self._heard[0]
-
-    def take(self, n_chars: int) -> tuple[TokenLogprob, ...]:
-        """The entries that go with the next ``n_chars`` of the content."""
-        self._n_sent += n_chars
-        out = tuple(entry for start, entry in self._waiting if start < self._n_sent)
-        del self._waiting[: len(out)]
-        return out
-
-    def entry(self, token: int, logprob: float | None, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
-        """A token and its alternatives as texts."""
-        others = tuple(self.entry(*other) for other in top)
-        return TokenLogprob(self._tokenizer.decode([token]), self._tokenizer.token_bytes(token), logprob, others)

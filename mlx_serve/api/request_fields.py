@@ -7,11 +7,10 @@ fields that would change the answer but are not served are refused. OpenAI's fie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from mlx_serve.api.body import Defaults
 from mlx_serve.api.fields import (
     AllowedIds,
     ContextSize,
@@ -26,7 +25,7 @@ from mlx_serve.api.fields import (
 )
 from mlx_serve.api.scope import CacheSalt
 from mlx_serve.api.structured import Structured
-from mlx_serve.values import ApiError, Sampling
+from mlx_serve.values import ApiError
 
 MAX_N = 128
 
@@ -52,18 +51,16 @@ _NOT_SERVED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-class Request(Structured):
-    """The fields that OpenAI's endpoints share."""
+def _not_negative(value: int) -> int:
+    return max(value, 0)
 
-    model: Str | None = None
-    stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    stop: Stops = Field(default_factory=list)
+
+class SamplingFields(Model):
+    """How tokens are chosen. Each field has its name in ``values.Sampling``: that is how it gets there."""
+
     temperature: Annotated[Float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(_not_negative)] | None = None
     min_p: Annotated[Float, Field(ge=0, le=1)] | None = None
     xtc_probability: Annotated[Float, Field(ge=0, le=1)] = 0.0
     xtc_threshold: Annotated[Float, Field(ge=0, le=1)] = 0.1
@@ -75,18 +72,41 @@ class Request(Structured):
     frequency_context_size: ContextSize | None = None
     logit_bias: LogitBias = Field(default_factory=dict)
     seed: Seed | None = None
-    # vLLM's; of the priorities the smaller is earlier.
+    # vLLM's.
     min_tokens: Annotated[int, Field(ge=0)] = 0
     ignore_eos: bool = False
     stop_token_ids: StopIds = Field(default_factory=list)
     allowed_token_ids: AllowedIds = None
+    # mlx_lm.server's.
+    n_draft_tokens: Annotated[Annotated[int, Field(ge=0, le=64)] | None, Field(alias="num_draft_tokens")] = None
+
+    @property
+    def given_sampling(self) -> dict[str, Any]:
+        """What the request says of it, as ``values.Sampling`` has it."""
+        fields = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        return {name: _plain(value) for name, value in fields.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value.items()) if isinstance(value, dict) else tuple(value) if isinstance(value, list) else value
+
+
+class Request(Structured, SamplingFields):
+    """The fields that OpenAI's endpoints share."""
+
+    model: Str | None = None
+    stream: bool = False
+    stream_options: _StreamOptions = _StreamOptions()
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
+    stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: bool = False
+    # vLLM's; the smaller is earlier.
     priority: int = 0
     cache_salt: CacheSalt | None = None
     user: Str | None = None
     # mlx_lm.server's: a client may name the command line's draft model and adapters, and no others.
     draft_model: Str | None = None
-    num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     adapters: Str | None = None
 
     @model_validator(mode="before")
@@ -106,38 +126,17 @@ class Request(Structured):
             raise ApiError(400, text, param="allowed_token_ids")
         return self
 
-    def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
-        """How tokens are chosen; what the request leaves out comes from ``defaults``."""
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=_or(self.temperature, defaults.temperature),
-            top_p=_or(self.top_p, defaults.top_p),
-            top_k=max(_or(self.top_k, defaults.top_k), 0),
-            min_p=_or(self.min_p, defaults.min_p),
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
-            repetition_context_size=self.repetition_context_size,
-            presence_penalty=_or(self.presence_penalty, defaults.presence_penalty),
-            presence_context_size=self.presence_context_size,
-            frequency_penalty=_or(self.frequency_penalty, defaults.frequency_penalty),
-            frequency_context_size=self.frequency_context_size,
-            logit_bias=tuple(self.logit_bias.items()),
-            seed=self.seed,
-            n_draft_tokens=_or(self.num_draft_tokens, defaults.n_draft_tokens),
-            top_logprobs=top_logprobs,
-            min_tokens=self.min_tokens,
-            ignore_eos=self.ignore_eos,
-            stop_token_ids=tuple(self.stop_token_ids),
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-        )
-
-
-T = TypeVar("T")
-
-
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
+    def shared(self) -> dict[str, Any]:
+        """What these fields are in a ``GenerationRequest``."""
+        return {
+            "stops": self.stop,
+            "keeps_stop": self.include_stop_str_in_output,
+            "is_stream": self.stream,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+            "adapters": self.adapters,
+            "draft_model": self.draft_model,
+        }
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -25,13 +25,13 @@ _TURN_BYTES = 1024
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class StoredTurn:
     """What one request and its answer added to a conversation, as JSON: a JSON text is as large as it looks."""
 
     own: bytes
     output: bytes
     response: bytes
-    before: Turn | None
+    before: StoredTurn | None
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
     # The items of the conversation up to here, in bytes and in values of JSON.
@@ -56,8 +56,8 @@ class Turn:
 
 
 @dataclass(slots=True)
-class _Entry:
-    turn: Turn
+class _StoredResponse:
+    turn: StoredTurn
     expires_at: float
 
 
@@ -73,8 +73,8 @@ class ResponseStore:
     ttl_s: float = 3600.0
     clock: Callable[[], float] = time.monotonic
     n_bytes: int = field(default=0, init=False)
-    _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict, init=False)
-    _turn_of_item: dict[str, Turn] = field(default_factory=dict, init=False)
+    _entries: OrderedDict[str, _StoredResponse] = field(default_factory=OrderedDict, init=False)
+    _turn_of_item: dict[str, StoredTurn] = field(default_factory=dict, init=False)
     _lock: Lock = field(default_factory=Lock, init=False)
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class ResponseStore:
         """Whether anything is ever kept."""
         return self.max_count > 0
 
-    def turn(self, response_id: str) -> Turn | None:
+    def turn(self, response_id: str) -> StoredTurn | None:
         """The last turn of a response's conversation, or None. Using it makes it recent."""
         with self._lock:
             self._drop_expired()
@@ -96,7 +96,7 @@ class ResponseStore:
             self._entries.move_to_end(response_id)
             return entry.turn
 
-    def turn_of_item(self, item_id: str) -> Turn | None:
+    def turn_of_item(self, item_id: str) -> StoredTurn | None:
         """The turn whose output holds an item that the server gave an id to, or None."""
         with self._lock:
             self._drop_expired()
@@ -106,16 +106,16 @@ class ResponseStore:
         self,
         response: Mapping[str, Any],
         own: Sequence[Mapping[str, Any]],
-        before: Turn | None,
+        before: StoredTurn | None,
         item_ids: Iterable[str],
     ) -> None:
         """Keep a response: ``own`` is its input, without what ``before`` has."""
-        turn = Turn(_text(own), _text(response["output"]), _text(response), before, tuple(item_ids))
+        turn = StoredTurn(_text(own), _text(response["output"]), _text(response), before, tuple(item_ids))
         if not self.keeps or turn.n_bytes > self.max_bytes:
             return
         with self._lock:
             self._drop_expired()
-            self._entries[response["id"]] = _Entry(turn, self.clock() + self.ttl_s)
+            self._entries[response["id"]] = _StoredResponse(turn, self.clock() + self.ttl_s)
             self._use(turn)
             while len(self._entries) > self.max_count or self.n_bytes > self.max_bytes:
                 self._drop(next(iter(self._entries)))
@@ -138,9 +138,9 @@ class ResponseStore:
     def _drop(self, response_id: str) -> None:
         self._release(self._entries.pop(response_id).turn)
 
-    def _use(self, turn: Turn) -> None:
+    def _use(self, turn: StoredTurn) -> None:
         """One more needs a turn, and with it those before."""
-        link: Turn | None = turn
+        link: StoredTurn | None = turn
         while link is not None:
             link.n_users += 1
             if link.n_users > 1:
@@ -149,8 +149,8 @@ class ResponseStore:
             self._turn_of_item.update(dict.fromkeys(link.item_ids, link))
             link = link.before
 
-    def _release(self, turn: Turn) -> None:
-        link: Turn | None = turn
+    def _release(self, turn: StoredTurn) -> None:
+        link: StoredTurn | None = turn
         while link is not None:
             link.n_users -= 1
             if link.n_users > 0:
@@ -162,7 +162,7 @@ class ResponseStore:
             link = link.before
 
 
-def conversation(last: Turn | None) -> list[dict[str, Any]]:
+def conversation(last: StoredTurn | None) -> list[dict[str, Any]]:
     """The items of a turn and of all before it, in their order."""
     turns = []
     while last is not None:
@@ -171,7 +171,7 @@ def conversation(last: Turn | None) -> list[dict[str, Any]]:
     return [item for turn in reversed(turns) for part in (turn.own, turn.output) for item in json.loads(part)]
 
 
-def input_of(turn: Turn) -> list[dict[str, Any]]:
+def input_of(turn: StoredTurn) -> list[dict[str, Any]]:
     """What the model was given before it answered: the conversation so far, and the turn's own input."""
     own: list[dict[str, Any]] = json.loads(turn.own)
     return conversation(turn.before) + own

@@ -40,7 +40,7 @@ class ModelEntry:
 
     ``base`` names the model that an adapter is on, when both are served. The rest is the operator's, for this model
     alone: a chat template instead of the tokenizer's, arguments for it, a cap on prompt plus output tokens, and what a
-    request gets when it does not say (by the names of ``api.schema.Defaults``).
+    request gets when it does not say (by the names of ``values.Sampling``).
     """
 
     name: str

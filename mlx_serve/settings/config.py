@@ -228,6 +228,13 @@ class Config:
 FLAGS = flags_of(Config)
 
 
+def sampling_defaults(settings: Config) -> dict[str, Any]:
+    """What a request gets when it does not say, by the names of ``values.Sampling``."""
+    drafts = {"n_draft_tokens": settings.num_draft_tokens}
+    flags = config_file.sampling_flags(FLAGS)
+    return drafts | {name: getattr(settings, of_flag) for name, of_flag in flags.items()}
+
+
 def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
     """The argument parser, with a group for each topic."""
     top = argparse.ArgumentParser(

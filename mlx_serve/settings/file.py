@@ -19,18 +19,11 @@ _MODEL, _SAMPLING = "model", "sampling defaults"
 
 @dataclass(frozen=True, slots=True)
 class ModelDefaults:
-    """The keys of ``[models.defaults]``: what a request for the model gets when it does not say. None: not given."""
+    """The keys of ``[models.defaults]`` that have no flag; those of the sampling flags are keys there too."""
 
-    temperature: float | None = flag(_SAMPLING, None, "temperature", parse=float, low=0, high=2)
-    top_p: float | None = flag(_SAMPLING, None, "nucleus sampling", parse=float, low=0, high=1)
-    top_k: int | None = flag(_SAMPLING, None, "sample from the k likeliest tokens; 0: off", parse=int, low=0)
-    min_p: float | None = flag(_SAMPLING, None, "least relative probability", parse=float, low=0, high=1)
     repetition_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=penalty)
     presence_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
     frequency_penalty: float | None = flag(_SAMPLING, None, "0: off", parse=float, low=-2, high=2)
-    max_tokens: int | None = flag(
-        _SAMPLING, None, "most tokens of an answer whose request does not say", parse=int, low=1
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +42,17 @@ class ModelSpec:
     )
     max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens", parse=int, low=2)
     defaults: Mapping[str, float] = field(default_factory=dict)
+
+
+def sampling_flags(flags: Mapping[str, Flag]) -> dict[str, str]:
+    """The flags for sampling, by the names of ``values.Sampling``."""
+    # A flag has mlx_lm.server's name, a request's field OpenAI's.
+    return {"temperature" if name == "temp" else name: name for name, it in flags.items() if it.group == _SAMPLING}
+
+
+def model_defaults(flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """The keys of ``[models.defaults]``: what a request for the model gets when it does not say."""
+    return {name: flags[of_flag] for name, of_flag in sampling_flags(flags).items()} | flags_of(ModelDefaults)
 
 
 def read(path: Path, flags: Mapping[str, Flag]) -> tuple[dict[str, Any], tuple[ModelSpec, ...]]:
@@ -86,7 +90,7 @@ def _model(table: dict[str, Any], flags: Mapping[str, Flag], file: str, i: int) 
         raise StartError(f"{where}: must have one of path and repo")
     if i > 0 and "draft_model" in values:
         raise StartError(f"{where}.draft_model: only the first model can have a draft model")
-    return ModelSpec(**values, defaults=_values(defaults, flags_of(ModelDefaults), f"{where}.defaults."))
+    return ModelSpec(**values, defaults=_values(defaults, model_defaults(flags), f"{where}.defaults."))
 
 
 def _values(

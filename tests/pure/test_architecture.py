@@ -38,11 +38,13 @@ MAY_IMPORT = {
 ORDER = {
     "": "values metrics paths signals blas logs progress client wire text engine demo api probe settings serve"
     " testing commands cli __main__",
-    "api": "fields structured errors scope cost body request_fields shapes response_store generation"
-    " grammar_child grammars serving routes models embeddings status openai responses anthropic endpoints",
+    "api": "fields structured errors scope cost body generation_request request_fields shapes response_store"
+    " running_jobs token_logprobs generation grammar_child grammars serving routes prompts pipeline models embeddings"
+    " status openai responses anthropic endpoints",
     "api/anthropic": "errors blocks schema render endpoints",
-    "api/openai": "tools schema render prompt tokenize endpoints",
-    "api/responses": "items tools freetext history schema outputs truncation asked render compaction endpoints",
+    "api/openai": "tools schema render tokenize endpoints",
+    "api/responses": "items tools freetext history truncation schema outputs resolved_request render compaction"
+    " endpoints",
     "api/status": "prometheus stats page health",
     "client": "events place errors answer connection",
     "commands": "terminal model_list models chat bench doctor service",
@@ -205,3 +207,9 @@ def test_everything_else_imports_with_mlx_absent():
     code += "import mlx_serve.engine.cache.store\n"
     code += "import mlx_serve.commands.bench.command\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_a_sampling_parameter_with_a_server_default_is_known_in_four_files():
+    # The page on the architecture says which; a default that is the request's own needs no flag.
+    knowing = {module for module in MODULES if re.search(r"\bmin_p\b", (PACKAGE / module).read_text())}
+    assert knowing == {"values.py", "api/request_fields.py", "engine/generate/sampling.py", "settings/config.py"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlx_serve.settings.config import FLAGS, from_args
-from mlx_serve.settings.file import ModelDefaults, ModelSpec
+from mlx_serve.settings.file import ModelSpec, model_defaults
 from mlx_serve.values import StartError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -204,7 +204,7 @@ def test_the_example_in_the_documentation_is_complete_and_right(settings):
     assert [spec.name for spec in found.models] == ["qwen", None, "qwen-sql"]
     assert found.alias == (("gpt-4o", "qwen"), ("claude-*", "qwen"))
     assert found.models[0].defaults["max_tokens"] == 4096
-    keys = {f.name for kind in (ModelSpec, ModelDefaults) for f in fields(kind)}
+    keys = {f.name for f in fields(ModelSpec)} | model_defaults(FLAGS).keys()
     assert {key for key in keys if not re.search(rf"^(\[models\.)?{key}\b", example(), re.MULTILINE)} == set()
 
 

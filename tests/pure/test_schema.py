@@ -7,10 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlx_serve.api.body import Defaults, parse, read_object
+from mlx_serve.api.body import parse, read_object
 from mlx_serve.api.openai.schema import ChatRequest, CompletionRequest
 from mlx_serve.api.request_fields import MAX_N
 from mlx_serve.api.responses.schema import ResponseRequest
+from mlx_serve.api.serving import new_sampling
 from mlx_serve.text.grammar import Rule
 from mlx_serve.values import ApiError
 
@@ -303,6 +304,10 @@ def test_reasoning_is_another_name_of_reasoning_content(fields, want):
     assert body.messages[0].as_dict() == {"role": "assistant", "content": "x", "reasoning_content": want}
 
 
+def sampling_of(body, defaults=None, **more):
+    return new_sampling(defaults or {}, body.given_sampling, max_tokens=10, **more)
+
+
 def test_the_newer_limit_wins():
     assert chat(max_tokens=5, max_completion_tokens=3).wanted_tokens == 3
     assert chat(max_tokens=5, max_completion_tokens=None).wanted_tokens == 5
@@ -310,10 +315,11 @@ def test_the_newer_limit_wins():
 
 
 def test_what_a_request_leaves_out_comes_from_the_command_line():
-    defaults = Defaults(temperature=0.7, top_p=0.9, top_k=40, min_p=0.1, n_draft_tokens=5)
-    sampling = chat().sampling(defaults, None, 10)
+    defaults = {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "n_draft_tokens": 5}
+    sampling = sampling_of(chat(), defaults)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 40, 0.1)
-    own = chat(temperature=0, top_p=0.5, top_k=0, logit_bias={"7": -100}, seed=-1).sampling(defaults, 2, 10)
+    asked = chat(temperature=0, top_p=0.5, top_k=0, logit_bias={"7": -100}, seed=-1)
+    own = sampling_of(asked, defaults, top_logprobs=2)
     assert (own.temperature, own.top_p, own.top_k) == (0, 0.5, 0)
     assert (own.logit_bias, own.seed, own.top_logprobs) == (((7, -100.0),), -1, 2)
 
@@ -446,11 +452,11 @@ def test_fields_of_openai_s_own_service_change_nothing():
         "parallel_tool_calls": True,
         "function_call": "none",
     }
-    assert chat(**ignored).sampling(Defaults(), None, 5) == chat().sampling(Defaults(), None, 5)
+    assert sampling_of(chat(**ignored)) == sampling_of(chat())
 
 
 def test_penalties_without_a_context_size_look_at_the_whole_output():
-    sampling = chat(presence_penalty=1, frequency_penalty=1, frequency_context_size=7).sampling(Defaults(), None, 5)
+    sampling = sampling_of(chat(presence_penalty=1, frequency_penalty=1, frequency_context_size=7))
     assert (sampling.presence_context_size, sampling.frequency_context_size) == (None, 7)
 
 

@@ -11,10 +11,9 @@ import pytest
 from mlx_serve import testing
 from mlx_serve.api import body as request_body
 from mlx_serve.api import cost, shapes
-from mlx_serve.api.body import Defaults
 from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.openai import render, schema
-from mlx_serve.api.responses import asked
+from mlx_serve.api.responses import resolved_request
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import ENTRY, EOS, FakeBackend, FakeTokenizer, tokens_of
 from mlx_serve.values import ApiError, internal_error
@@ -104,7 +103,7 @@ LONG = "x" * 1000
 def test_an_answer_may_be_as_long_as_the_context_leaves_room_for(defaults, context_tokens, fields, n):
     entry = replace(ENTRY, context_tokens=context_tokens)
     endless = FakeBackend(answer=lambda _: [97] * 10_000)
-    with serving(lambda _: endless, catalog=Catalog(entry, ["fake"]), defaults=Defaults(**defaults)) as server:
+    with serving(lambda _: endless, catalog=Catalog(entry, ["fake"]), defaults=defaults) as server:
         chat = server.chat(LONG, **fields)[2]
         whole = server.request("POST", "/v1/responses", {"input": LONG, **fields})[2]
     assert chat["usage"]["completion_tokens"] == whole["usage"]["output_tokens"] == n
@@ -528,7 +527,7 @@ def test_json_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch, pat
 
     with serving(max_json_values=1000) as server:
         monkeypatch.setattr(request_body, "read_object", fail)
-        monkeypatch.setattr(asked, "read_object", fail)
+        monkeypatch.setattr(resolved_request, "read_object", fail)
         body = '{"ignored": [' + unit * 1000 + "0]}"
         reply = server.request("POST", f"/v1{path.replace('{id}', 'x')}", body)
     assert reply[0] == 400
@@ -980,11 +979,11 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
 
 
 def test_the_best_of_several_are_those_of_the_highest_mean_log_probability():
-    from mlx_serve.api.openai.render import Choice, best
+    from mlx_serve.api.openai.render import FoldedChoice, best
     from mlx_serve.values import TokenLogprob
 
     def choice(index, *logprobs):
-        return Choice(index, content=[str(index)], logprobs=[TokenLogprob("x", b"x", p) for p in logprobs])
+        return FoldedChoice(index, content=[str(index)], logprobs=[TokenLogprob("x", b"x", p) for p in logprobs])
 
     choices = [choice(0, -3, -3), choice(1, -1, -2), choice(2, -2), choice(3), choice(4, -9), choice(5, -1)]
     kept = best(choices, 3, 2)

@@ -180,7 +180,7 @@ def test_a_forced_call(monkeypatch):
     def forced(*args, **kwargs):
         return OutputOptions(*args, **kwargs | {"forced_call": True})
 
-    monkeypatch.setattr("mlx_serve.api.openai.endpoints.OutputOptions", forced)
+    monkeypatch.setattr("mlx_serve.api.pipeline.OutputOptions", forced)
     written = f'<think>hm</think>{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
     check_every_way(qwen3(), written, Message(None, "hm", [WEATHER], "tool_calls"))
     with replaying(qwen3()) as replay:

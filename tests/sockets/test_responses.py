@@ -547,7 +547,7 @@ def test_an_id_that_a_client_made_up_is_no_reference(model):
 
 
 def test_a_conversation_that_has_grown_too_large_is_refused(model, monkeypatch):
-    monkeypatch.setattr("mlx_serve.api.responses.asked.MAX_CONVERSATION_BYTES", 1000)
+    monkeypatch.setattr("mlx_serve.api.responses.resolved_request.MAX_CONVERSATION_BYTES", 1000)
     first = model.whole("Hello.", input="x" * 500)
     second = model.whole("Hello.", input="x" * 500, previous_response_id=first["id"])
     assert model.refused(previous_response_id=second["id"])["param"] == "previous_response_id"
@@ -572,7 +572,7 @@ def test_a_conversation_of_too_many_values_is_refused():
 
 
 def test_items_named_again_and_again_count_each_time(model, monkeypatch):
-    monkeypatch.setattr("mlx_serve.api.responses.asked.MAX_CONVERSATION_BYTES", 20_000)
+    monkeypatch.setattr("mlx_serve.api.responses.resolved_request.MAX_CONVERSATION_BYTES", 20_000)
     response = model.whole("x" * 1000)
     reference = {"type": "item_reference", "id": response["output"][0]["id"]}
     model.whole("Yes.", input=[USER, *[reference] * 2])
@@ -587,7 +587,8 @@ def test_an_output_is_parsed_once_however_many_of_its_items_are_named(model, mon
     parsed = []
     loads = json.loads
     monkeypatch.setattr(
-        "mlx_serve.api.responses.asked.json.loads", lambda text, **more: parsed.append(text) or loads(text, **more)
+        "mlx_serve.api.responses.resolved_request.json.loads",
+        lambda text, **more: parsed.append(text) or loads(text, **more),
     )
     model.whole("Yes.", input=[USER, *references * 5, next_input(response, "rain")], tools=[WEATHER])
     assert len([text for text in parsed if isinstance(text, bytes) and references[0]["id"].encode() in text]) == 1

@@ -6,7 +6,6 @@ from urllib.parse import quote
 
 import pytest
 
-from mlx_serve.api.body import Defaults
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.testing import ENTRY, FakeBackend, FakeTokenizer, render_lines
 from tests.sockets.apikit import serving
@@ -43,7 +42,7 @@ def backend():
 def server(backend):
     aliases = {"gpt-4o": "org/second", "a/b": "sql", "claude-*": "org/second"}
     catalog = Catalog(ENTRY, models=[SECOND, ADAPTED], aliases=aliases)
-    defaults = Defaults(max_tokens=9, temperature=0.25, min_p=0.125)
+    defaults = {"max_tokens": 9, "temperature": 0.25, "min_p": 0.125}
     with serving(backend, catalog=catalog, defaults=defaults, max_model_len=128) as running:
         yield running
 
@@ -116,6 +115,20 @@ def test_what_a_request_leaves_out_comes_from_its_model_and_then_from_the_server
     found = backend.sampling["fake"]
     assert (found.temperature, found.top_k, found.min_p, found.max_tokens) == (0.25, 0, 0.125, 9)
     assert (found.repetition_penalty, found.frequency_penalty) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+def test_the_other_dialects_have_the_same_defaults(server, backend, path, asked):
+    assert server.request("POST", path, {"model": "org/second", **asked})[0] == 200
+    found = backend.sampling["org/second"]
+    assert (found.temperature, found.top_k, found.min_p, found.max_tokens) == (0.5, 7, 0.125, 3)
+    assert (found.repetition_penalty, found.presence_penalty, found.frequency_penalty) == (1.5, 0.0, 0.25)
 
 
 def test_what_a_request_says_wins(server, backend):

@@ -186,14 +186,14 @@ Content = Annotated[list[Block], Field(max_length=MAX_BLOCKS), FailFast(), Befor
 SystemContent = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), FailFast(), BeforeValidator(_as_blocks)]
 
 
-class Message(Model):
+class MessageTurn(Model):
     """One turn; ``system`` in the midst of a conversation is what a harness says, and not its user."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
     @model_validator(mode="after")
-    def _has_its_own_blocks(self) -> Message:
+    def _has_its_own_blocks(self) -> MessageTurn:
         if self.role != "assistant" and any(isinstance(block, ToolUseBlock) for block in self.content):
             refuse("Only an assistant's message may hold 'tool_use' blocks.")
         if self.role != "user" and any(isinstance(block, ToolResultBlock) for block in self.content):
@@ -215,7 +215,7 @@ def _without_billing(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(_BILLING_HEADER) else text
 
 
-def as_chat(system: Iterable[TextBlock], messages: Sequence[Message]) -> list[dict[str, Any]]:
+def as_chat(system: Iterable[TextBlock], messages: Sequence[MessageTurn]) -> list[dict[str, Any]]:
     """The conversation as chat messages in OpenAI's form."""
     leading = list(takewhile(lambda message: message.role == "system", messages))
     blocks = [block for message in leading for block in message.content if isinstance(block, TextBlock)]
@@ -227,7 +227,7 @@ def as_chat(system: Iterable[TextBlock], messages: Sequence[Message]) -> list[di
     return out
 
 
-def _assistant(turn: Sequence[Message]) -> dict[str, Any]:
+def _assistant(turn: Sequence[MessageTurn]) -> dict[str, Any]:
     blocks = [block for message in turn for block in message.content]
     # One answer's text: what stood between its parts goes elsewhere.
     out: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in blocks if isinstance(b, TextBlock))}
@@ -238,14 +238,14 @@ def _assistant(turn: Sequence[Message]) -> dict[str, Any]:
     return out
 
 
-def _user(turn: Sequence[Message]) -> list[dict[str, Any]]:
+def _user(turn: Sequence[MessageTurn]) -> list[dict[str, Any]]:
     """Results first, for they answer the calls right before them; then the text."""
     results = [b.as_message() for m in turn for b in m.content if isinstance(b, ToolResultBlock)]
     texts = [text for message in turn for text in _texts(message)]
     return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
 
 
-def _texts(message: Message) -> Iterator[str]:
+def _texts(message: MessageTurn) -> Iterator[str]:
     for block in message.content:
         if isinstance(block, TextBlock | SearchResultBlock):
             # Chat templates know system messages at the very beginning, if at all; this is how Claude Code itself

@@ -13,72 +13,39 @@ from mlx_serve.api.anthropic import render
 from mlx_serve.api.anthropic.errors import ANTHROPIC, as_anthropic_object
 from mlx_serve.api.anthropic.schema import CountRequest, MessagesRequest
 from mlx_serve.api.body import parse
-from mlx_serve.api.cost import n_content_chars
-from mlx_serve.api.generation import Generation, OutputOptions
+from mlx_serve.api.generation import Generation
+from mlx_serve.api.pipeline import Prepared, count_tokens, generate, prepare
 from mlx_serve.api.routes import Route
-from mlx_serve.api.serving import (
-    Reply,
-    Services,
-    chat_gate,
-    compiled_grammar,
-    constrain,
-    context_check,
-    find_model,
-    make_jobs,
-    template_options,
-)
+from mlx_serve.api.serving import Services
 from mlx_serve.api.shapes import dumps, json_response
-from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.text.prompt import chat_prompt
-from mlx_serve.text.tokenizer import Tokenizer
-from mlx_serve.values import ApiError, Prompt, RawRequest, Response
+from mlx_serve.values import ApiError, RawRequest, Response
 from mlx_serve.wire import sse
 
 
 def messages(services: Services, request: RawRequest) -> Response:
     """POST /v1/messages"""
-    body = parse(MessagesRequest, request.body)
-    entry, tokenizer = find_model(services, body.model)
-    grammar = compiled_grammar(services, entry, body.rule(), body.must_call, request.alive)
-    prompt = _prompt(services, request, entry, tokenizer, body)
-    options = OutputOptions(
-        tuple(body.stop_sequences),
-        tuple(body.offered_tools),
-        forced_call=bool(body.must_call),
-        max_calls=body.max_calls,
-    )
-    jobs = make_jobs(services, request, entry, body, [prompt], body.max_tokens, param="messages")
-    if grammar is not None:
-        constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
-    writer = _Writer(entry.name, len(prompt.tokens), request.request_id)
-    return Reply(services, request, entry, jobs, options, body.stream).respond(writer, tokenizer)
+    asked = parse(MessagesRequest, request.body).generation_request()
+    return generate(prepare(services, request, asked), MessageWriter.of)
 
 
-def count_tokens(services: Services, request: RawRequest) -> Response:
+def count(services: Services, request: RawRequest) -> Response:
     """POST /v1/messages/count_tokens: what the same request to /v1/messages would have as its prompt."""
     body = parse(CountRequest, request.body)
-    entry, tokenizer = find_model(services, body.model)
-    return json_response({"input_tokens": len(_prompt(services, request, entry, tokenizer, body).tokens)})
-
-
-def _prompt(
-    services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, body: CountRequest
-) -> Prompt:
-    turns = body.chat_messages
-    check = context_check(services, request, entry, "messages")
-    check(n_content_chars(turns) // tokenizer.max_token_chars)
-    begun = {"content": turns.pop()["content"]} if body.is_prefilled else None
-    options = template_options(services, entry, body.template_options)
-    return chat_prompt(tokenizer, turns, tools=body.offered_tools, options=options, begun=begun, check=check)
+    return json_response({"input_tokens": count_tokens(services, request, body.model, body.as_conversation())})
 
 
 @dataclass(frozen=True, slots=True)
-class _Writer:
+class MessageWriter:
     """Anthropic's events, and the message that they add up to."""
 
     model: str
     prompt_tokens: int
     request_id: str
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> MessageWriter:
+        """For one request."""
+        return cls(prepared.entry.name, len(prepared.prompts[0].tokens), prepared.request.request_id)
 
     def stream(self, generation: Generation) -> Iterator[bytes]:
         """Each event has its name, without which Anthropic's clients pass it over."""
@@ -104,5 +71,5 @@ def _event(value: dict[str, Any]) -> bytes:
 
 ROUTES = (
     Route("POST", "/messages", messages, ANTHROPIC),
-    Route("POST", "/messages/count_tokens", count_tokens, ANTHROPIC),
+    Route("POST", "/messages/count_tokens", count, ANTHROPIC),
 )

@@ -11,15 +11,16 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 
-from mlx_serve.api.anthropic.blocks import Message, SystemContent, as_chat
-from mlx_serve.api.body import MAX_MESSAGES, MAX_TOOLS, Defaults
+from mlx_serve.api.anthropic.blocks import MessageTurn, SystemContent, as_chat
+from mlx_serve.api.body import MAX_MESSAGES, MAX_TOOLS
 from mlx_serve.api.fields import Float, Model, Object, Stops, Str
+from mlx_serve.api.generation_request import ChatConversation, GenerationRequest
 from mlx_serve.api.scope import CacheSalt
 from mlx_serve.text.grammar import Function, Rule
-from mlx_serve.values import ApiError, Sampling
+from mlx_serve.values import ApiError
 
 
-class Tool(Model):
+class ClientTool(Model):
     """A function that the model may call."""
 
     type: Literal["custom"] = "custom"
@@ -47,11 +48,11 @@ def _tool_kind(value: Any) -> str:
 
 
 AnyTool: TypeAlias = Annotated[
-    Annotated[Tool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")], Discriminator(_tool_kind)
+    Annotated[ClientTool, Tag("<custom>")] | Annotated[ServerTool, Tag("<server>")], Discriminator(_tool_kind)
 ]
 
 
-class ToolChoice(Model):
+class ToolUseChoice(Model):
     """Whether the model may, must or must not call a tool."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
@@ -66,13 +67,13 @@ class Thinking(Model):
     budget_tokens: int | None = None
 
 
-class _Format(Model):
+class _JsonSchemaFormat(Model):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class _OutputConfig(Model):
-    format: _Format | None = None
+    format: _JsonSchemaFormat | None = None
 
 
 class CountRequest(Model):
@@ -80,10 +81,10 @@ class CountRequest(Model):
 
     model: Str | None = None
     # At the first fault, or a body of a million faulty items would be a million errors to write down.
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    messages: Annotated[list[MessageTurn], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     system: SystemContent = Field(default_factory=list)
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: ToolChoice = ToolChoice()
+    tool_choice: ToolUseChoice = ToolUseChoice()
     thinking: Thinking | None = None
 
     @model_validator(mode="after")
@@ -103,10 +104,10 @@ class CountRequest(Model):
             text = "'tool_choice' asks for a call, but 'tools' has no tool for it."
             raise ApiError(400, text, param="tool_choice")
 
-    def _chosen(self) -> list[tuple[int, Tool]]:
+    def _chosen(self) -> list[tuple[int, ClientTool]]:
         """The tools that ``tool_choice`` leaves, with their places in the request."""
         choice = self.tool_choice
-        tools = [(i, tool) for i, tool in enumerate(self.tools) if isinstance(tool, Tool)]
+        tools = [(i, tool) for i, tool in enumerate(self.tools) if isinstance(tool, ClientTool)]
         return [(i, tool) for i, tool in tools if choice.type != "tool" or tool.name == choice.name]
 
     @property
@@ -127,12 +128,25 @@ class CountRequest(Model):
         """
         if self.tool_choice.type == "none":
             return []
-        return [tool.as_function() for tool in self.tools if isinstance(tool, Tool)]
+        return [tool.as_function() for tool in self.tools if isinstance(tool, ClientTool)]
 
     @property
     def template_options(self) -> dict[str, Any]:
         """What the request has for the chat template; without a word about thinking the model has its own way."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+
+    def as_conversation(self) -> ChatConversation:
+        """What the prompt is made of."""
+        messages = self.chat_messages
+        if self.is_prefilled:
+            # Of a turn that goes on, only the words are known to be the beginning of the answer.
+            messages[-1] = {"role": "assistant", "content": messages[-1]["content"]}
+        return ChatConversation(
+            messages,
+            tools=self.offered_tools,
+            template_options=self.template_options,
+            last_is_begun="yes" if self.is_prefilled else "no",
+        )
 
 
 class MessagesRequest(CountRequest):
@@ -146,42 +160,9 @@ class MessagesRequest(CountRequest):
     top_k: Annotated[int, Field(ge=0)] | None = None
     output_config: _OutputConfig = _OutputConfig()
     # The older name of output_config.format.
-    output_format: _Format | None = None
+    output_format: _JsonSchemaFormat | None = None
     # vLLM's, as in chat.
     cache_salt: CacheSalt | None = None
-
-    def sampling(self, defaults: Defaults, top_logprobs: int | None, max_tokens: int) -> Sampling:
-        """How tokens are chosen; what the request leaves out comes from ``defaults``."""
-        return Sampling(
-            max_tokens=max_tokens,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
-            min_p=defaults.min_p,
-            n_draft_tokens=defaults.n_draft_tokens,
-            top_logprobs=top_logprobs,
-        )
-
-    # One answer, from chance, without log-probabilities: Anthropic's API has no fields for these.
-    @property
-    def seed(self) -> int | None:
-        """None: never given."""
-        return None
-
-    @property
-    def n_samples(self) -> int:
-        """One answer."""
-        return 1
-
-    @property
-    def priority(self) -> int:
-        """As everybody's."""
-        return 0
-
-    @property
-    def needed_logprobs(self) -> int | None:
-        """None: never asked for."""
-        return None
 
     @property
     def must_call(self) -> list[Function]:
@@ -204,3 +185,20 @@ class MessagesRequest(CountRequest):
         if wanted is None:
             wanted, param = self.output_format, "output_format.schema"
         return Rule("json_schema", wanted.schema_, param) if wanted is not None and not self.must_call else None
+
+    def generation_request(self) -> GenerationRequest:
+        """All of it."""
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return GenerationRequest(
+            self.model,
+            self.as_conversation(),
+            {name: value for name, value in given.items() if value is not None},
+            self.max_tokens,
+            rule=self.rule(),
+            must_call=self.must_call,
+            tools=self.offered_tools,
+            max_calls=self.max_calls,
+            stops=self.stop_sequences,
+            is_stream=self.stream,
+            cache_salt=self.cache_salt,
+        )

@@ -27,7 +27,7 @@ from mlx_serve.wire import sse
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class CompletionHead:
     """What all chunks of one reply share."""
 
     id: str
@@ -36,9 +36,9 @@ class Head:
     fingerprint: str
 
 
-def new_head(prefix: str, model: str, fingerprint: str) -> Head:
+def new_head(prefix: str, model: str, fingerprint: str) -> CompletionHead:
     """With a new id, and the time of now."""
-    return Head(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, fingerprint)
+    return CompletionHead(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, fingerprint)
 
 
 class Renderer(Protocol):
@@ -53,12 +53,12 @@ class Renderer(Protocol):
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         """The last chunk, when the client asked for it."""
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[FoldedChoice], usage: Usage) -> dict[str, Any]:
         """The reply in one piece."""
 
 
 @dataclass(slots=True)
-class Choice:
+class FoldedChoice:
     """One choice's deltas, folded."""
 
     index: int
@@ -86,7 +86,7 @@ def fold(
     renderer: Renderer, deltas: Iterable[Delta], n_choices: int, n_per_prompt: int, n_kept: int | None = None
 ) -> dict[str, Any]:
     """The whole reply. ``n_per_prompt`` choices share a prompt, counted once; the best ``n_kept`` are given."""
-    choices = [Choice(index) for index in range(n_choices)]
+    choices = [FoldedChoice(index) for index in range(n_choices)]
     for delta in deltas:
         if not isinstance(delta, Beat):
             choices[delta.index].add(delta)
@@ -96,19 +96,19 @@ def fold(
     return renderer.whole(choices, usage)
 
 
-def best(choices: Sequence[Choice], n_per_prompt: int, n_kept: int) -> list[Choice]:
+def best(choices: Sequence[FoldedChoice], n_per_prompt: int, n_kept: int) -> list[FoldedChoice]:
     """Of each prompt's choices the ``n_kept`` with the highest mean log-probability, numbered anew.
 
     Their log-probabilities were asked for to this end, and are not shown.
     """
-    kept: list[Choice] = []
+    kept: list[FoldedChoice] = []
     for first in range(0, len(choices), n_per_prompt):
         ranked = sorted(choices[first : first + n_per_prompt], key=_mean_logprob, reverse=True)
         kept += [replace(choice, index=len(kept) + i, logprobs=[]) for i, choice in enumerate(ranked[:n_kept])]
     return kept
 
 
-def _mean_logprob(choice: Choice) -> float:
+def _mean_logprob(choice: FoldedChoice) -> float:
     logprobs = [json_logprob(entry.logprob) or 0.0 for entry in choice.logprobs]
     return sum(logprobs) / len(logprobs) if logprobs else LOGPROB_OF_ZERO
 
@@ -155,7 +155,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class ChatRenderer:
     """chat.completion and chat.completion.chunk. ``logprobs``: they were asked for."""
 
-    def __init__(self, head: Head, *, logprobs: bool = False) -> None:
+    def __init__(self, head: CompletionHead, *, logprobs: bool = False) -> None:
         self._head = head
         self._logprobs = logprobs
 
@@ -183,11 +183,11 @@ class ChatRenderer:
         """A chunk without choices."""
         return self._object("chat.completion.chunk", []) | {"usage": usage_object(usage)}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[FoldedChoice], usage: Usage) -> dict[str, Any]:
         """A chat.completion."""
         return self._object("chat.completion", [self._choice(c) for c in choices]) | {"usage": usage_object(usage)}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: FoldedChoice) -> dict[str, Any]:
         content = "".join(choice.content)
         message: dict[str, Any] = {
             "role": "assistant",
@@ -233,7 +233,7 @@ class CompletionRenderer:
     """
 
     def __init__(
-        self, head: Head, echoes: Sequence[str] = (), n_per_prompt: int = 1, *, logprobs: bool = False
+        self, head: CompletionHead, echoes: Sequence[str] = (), n_per_prompt: int = 1, *, logprobs: bool = False
     ) -> None:
         self._head = head
         self._is_scored = logprobs
@@ -259,7 +259,7 @@ class CompletionRenderer:
         """A chunk without choices."""
         return self._object([]) | {"usage": usage_object(usage)}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> dict[str, Any]:
+    def whole(self, choices: Sequence[FoldedChoice], usage: Usage) -> dict[str, Any]:
         """A text_completion."""
         objects = []
         for choice in choices:
@@ -298,7 +298,7 @@ def _completion_choice(index: int, text: str, logprobs: dict[str, Any] | None, r
     return {"text": text, "index": index, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _object(head: Head, kind: str, choices: list[Any]) -> dict[str, Any]:
+def _object(head: CompletionHead, kind: str, choices: list[Any]) -> dict[str, Any]:
     return {
         "id": head.id,
         "object": kind,

@@ -25,6 +25,7 @@ from mlx_serve.api.fields import (
     content_text,
     refuse,
 )
+from mlx_serve.api.generation_request import ChatConversation, GenerationRequest, PlainTexts
 from mlx_serve.api.openai import tools as tool_fields
 from mlx_serve.api.request_fields import MAX_N, Effort, Request, effort_options
 from mlx_serve.text.grammar import Function
@@ -51,7 +52,7 @@ def _content(value: Any, info: ValidationInfo) -> Any:
 _RESULT_ROLES = ("tool", "function")
 
 
-class Message(Model):
+class ChatMessage(Model):
     """One turn of a conversation, in any role.
 
     ``developer`` is the newer name of ``system``; ``function`` and ``function_call`` are the older ones of ``tool`` and
@@ -68,7 +69,7 @@ class Message(Model):
     reasoning_content: Str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
-    def _has_content(self) -> Message:
+    def _has_content(self) -> ChatMessage:
         # An assistant's turn may be nothing but tool calls; OpenAI's older form of a result may be null.
         if self.content is None and self.role not in ("assistant", "function"):
             refuse("A message must have 'content'.")
@@ -102,12 +103,12 @@ class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     # At the first fault, or a body of a million faulty items would be a million errors to write down.
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES), FailFast()]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
-    tools: Annotated[list[tool_fields.Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: tool_fields.Choice = tool_fields.AUTO
+    tools: Annotated[list[tool_fields.ChatTool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
+    tool_choice: tool_fields.ChatToolChoiceField = tool_fields.AUTO
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     modalities: Annotated[list[str], FailFast()] = Field(default_factory=lambda: ["text"])
@@ -182,14 +183,36 @@ class ChatRequest(Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def n_samples(self) -> int:
-        """How many answers are generated."""
-        return self.n
-
-    @property
     def needed_logprobs(self) -> int | None:
         """How many alternatives a token's log-probabilities come with; None: not asked for."""
         return self.top_logprobs if self.logprobs else None
+
+    def as_conversation(self) -> ChatConversation:
+        """What the prompt is made of."""
+        return ChatConversation(
+            [message.as_dict() for message in self.messages],
+            tools=self.offered_tools,
+            template_options=self.template_options,
+            role_mapping=self.role_mapping,
+            last_is_begun="yes" if self.continue_final_message else "allowed" if self.ends_in_answer else "no",
+            is_open=self.add_generation_prompt is not False,
+        )
+
+    def generation_request(self) -> GenerationRequest:
+        """All of it. Raises ApiError 400 when it demands several things of its text."""
+        return GenerationRequest(
+            self.model,
+            self.as_conversation(),
+            self.given_sampling,
+            self.wanted_tokens,
+            n_samples=self.n,
+            top_logprobs=self.needed_logprobs,
+            rule=self.rule(),
+            must_call=self.must_call,
+            tools=self.offered_tools,
+            max_calls=self.max_calls,
+            **self.shared(),
+        )
 
 
 def _check_top_logprobs(top_logprobs: int, has_logprobs: bool) -> None:
@@ -200,7 +223,7 @@ def _check_top_logprobs(top_logprobs: int, has_logprobs: bool) -> None:
         raise ApiError(400, f"'top_logprobs' must be between 0 and {MAX_TOP_LOGPROBS}.", param="top_logprobs")
 
 
-def _check_tool_messages(messages: list[Message]) -> None:
+def _check_tool_messages(messages: list[ChatMessage]) -> None:
     for i, message in enumerate(messages):
         if message.role == "tool" and message.tool_call_id is None:
             param = f"messages[{i}].tool_call_id"
@@ -256,11 +279,6 @@ class CompletionRequest(Request):
         return self.best_of or self.n
 
     @property
-    def wanted_tokens(self) -> int | None:
-        """The request's own limit on output tokens."""
-        return self.max_tokens
-
-    @property
     def wanted_logprobs(self) -> int | None:
         """How many alternatives a token's log-probabilities come with; None: not asked for."""
         if isinstance(self.logprobs, bool):
@@ -271,3 +289,22 @@ class CompletionRequest(Request):
     def needed_logprobs(self) -> int | None:
         """As ``wanted_logprobs``, but for those too that choose the best answers."""
         return 0 if self.n_samples > self.n else self.wanted_logprobs
+
+    @property
+    def only_echoes(self) -> bool:
+        """Whether the prompts are all that is wanted, and nothing is to be computed."""
+        return self.max_tokens == 0 and self.wanted_logprobs is None
+
+    def generation_request(self) -> GenerationRequest:
+        """All of it. Raises ApiError 400 when it demands several things of its text."""
+        return GenerationRequest(
+            self.model,
+            PlainTexts(self.prompt, self.truncate_prompt_tokens, self.add_special_tokens, self.echo),
+            self.given_sampling,
+            COMPLETION_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
+            n_samples=self.n_samples,
+            top_logprobs=self.needed_logprobs,
+            prompt_logprobs=self.wanted_logprobs if self.echo else None,
+            rule=self.rule(),
+            **self.shared(),
+        )

@@ -14,8 +14,8 @@ from mlx_serve.api.body import parse, read_object, validated
 from mlx_serve.api.cost import length_check, parsing
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.api.fields import Model, Str
-from mlx_serve.api.openai.prompt import request_prompt
 from mlx_serve.api.openai.schema import ChatRequest
+from mlx_serve.api.prompts import chat_prompt
 from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services, context_tokens, find_model
 from mlx_serve.api.shapes import json_response
@@ -49,7 +49,7 @@ class PromptRequest(Model):
     return_token_strs: bool = False
 
 
-class MessagesRequest(ChatRequest):
+class TokenizeChatRequest(ChatRequest):
     """POST /tokenize of a conversation, as vLLM has it."""
 
     return_token_strs: bool = False
@@ -68,7 +68,7 @@ def tokenize(services: Services, request: RawRequest) -> Response:
     In vLLM's form ``{"tokens", "count", "max_model_len", "token_strs"}``.
     """
     body = _parsed(request.body)
-    if isinstance(body, MessagesRequest):
+    if isinstance(body, TokenizeChatRequest):
         return _of_messages(services, request, body)
     if isinstance(body, PromptRequest):
         return _of_prompt(services, request, body)
@@ -81,12 +81,12 @@ def tokenize(services: Services, request: RawRequest) -> Response:
     return json_response({"tokens": tokens})
 
 
-def _parsed(body: bytes) -> MessagesRequest | PromptRequest | TokenizeRequest:
+def _parsed(body: bytes) -> TokenizeChatRequest | PromptRequest | TokenizeRequest:
     """The form of the request that its fields say. Raises ApiError 400."""
     with parsing(body):
         raw = read_object(body)
         if "messages" in raw:
-            return validated(MessagesRequest, raw)
+            return validated(TokenizeChatRequest, raw)
         return validated(PromptRequest, raw) if "prompt" in raw else validated(TokenizeRequest, raw)
 
 
@@ -95,9 +95,9 @@ def _check(services: Services, request: RawRequest, entry: ModelEntry, param: st
     return length_check(request, MAX_IDS if most is None else most, param, param)
 
 
-def _of_messages(services: Services, request: RawRequest, body: MessagesRequest) -> Response:
+def _of_messages(services: Services, request: RawRequest, body: TokenizeChatRequest) -> Response:
     entry, tokenizer = find_model(services, body.model)
-    prompt = request_prompt(services, request, entry, tokenizer, body)
+    prompt = chat_prompt(services, request, entry, tokenizer, body.as_conversation())
     return _vllm_tokens(services, entry, tokenizer, prompt, with_texts=body.return_token_strs)
 
 
@@ -134,7 +134,7 @@ def apply_template(services: Services, request: RawRequest) -> Response:
     """POST /apply-template: ``{"prompt": text}``, what a chat request gives the model."""
     body = parse(ChatRequest, request.body)
     entry, tokenizer = find_model(services, body.model)
-    prompt = request_prompt(services, request, entry, tokenizer, body)
+    prompt = chat_prompt(services, request, entry, tokenizer, body.as_conversation())
     return json_response({"prompt": tokenizer.decode(prompt.tokens)})
 
 

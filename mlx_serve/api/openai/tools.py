@@ -21,7 +21,7 @@ class _Function(Model):
     strict: bool | None = None
 
 
-class Tool(Model):
+class ChatTool(Model):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -29,27 +29,27 @@ class Tool(Model):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ChatToolChoice:
     """``names``: the functions that may be called; None: all."""
 
     mode: Literal["none", "auto", "required"]
     names: frozenset[str] | None = None
 
 
-AUTO = ToolChoice("auto")
+AUTO = ChatToolChoice("auto")
 
 
-def _tool_choice(value: Any) -> ToolChoice:
+def _tool_choice(value: Any) -> ChatToolChoice:
     match value:
         case "none" | "auto" | "required":
-            return ToolChoice(value)
+            return ChatToolChoice(value)
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolChoice("required", frozenset([name]))
+            return ChatToolChoice("required", frozenset([name]))
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
         }:
-            return ToolChoice(mode, frozenset(map(_allowed_name, tools)))
+            return ChatToolChoice(mode, frozenset(map(_allowed_name, tools)))
     raise fault(
         "Must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}."
@@ -63,10 +63,10 @@ def _allowed_name(tool: Any) -> str:
     raise fault("Its tools must be like {'type': 'function', 'function': {'name': ...}}.")
 
 
-Choice = Annotated[ToolChoice, BeforeValidator(_tool_choice)]
+ChatToolChoiceField = Annotated[ChatToolChoice, BeforeValidator(_tool_choice)]
 
 
-def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
+def check_choice(choice: ChatToolChoice, tools: Sequence[ChatTool]) -> None:
     """Raises ApiError 400 when it asks for what is not there."""
     if choice.mode == "required" and not tools:
         raise ApiError(400, "'tool_choice' asks for a call, but there are no 'tools'.", param="tool_choice")
@@ -75,14 +75,14 @@ def check_choice(choice: ToolChoice, tools: Sequence[Tool]) -> None:
         raise ApiError(400, f"'tool_choice' names '{min(unknown)[:80]}', which is not in 'tools'.", param="tool_choice")
 
 
-def offered(choice: ToolChoice, tools: Sequence[Tool]) -> list[tuple[int, Tool]]:
+def offered(choice: ChatToolChoice, tools: Sequence[ChatTool]) -> list[tuple[int, ChatTool]]:
     """The tools that may be called, with their places in the request. The model is told of no others."""
     if choice.mode == "none":
         return []
     return [(i, tool) for i, tool in enumerate(tools) if choice.names is None or tool.function.name in choice.names]
 
 
-def as_function(place: int, tool: Tool) -> Function:
+def as_function(place: int, tool: ChatTool) -> Function:
     """For the grammar of a call that the model has to make."""
     function = tool.function
     return Function(function.name, function.parameters, f"tools[{place}].function.parameters", function.strict is True)

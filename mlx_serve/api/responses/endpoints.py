@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
-from mlx_serve.api.cost import n_content_chars
-from mlx_serve.api.generation import OutputOptions
-from mlx_serve.api.response_store import Turn, input_of
+from mlx_serve.api.generation_request import GenerationRequest
+from mlx_serve.api.pipeline import Prepared, count_tokens, generate, prepare
+from mlx_serve.api.response_store import StoredTurn, input_of
 from mlx_serve.api.responses import history
-from mlx_serve.api.responses.asked import Asked, keeper, read
 from mlx_serve.api.responses.compaction import MAX_TOKENS, REQUEST, CompactionWriter
-from mlx_serve.api.responses.render import ResponseWriter, Shape, new_response
-from mlx_serve.api.responses.schema import ResponseRequest
-from mlx_serve.api.responses.truncation import truncated
+from mlx_serve.api.responses.render import AnswerForm, ResponseWriter, new_response
+from mlx_serve.api.responses.resolved_request import ResolvedRequest, keeper, read
 from mlx_serve.api.routes import Route
-from mlx_serve.api.serving import (
-    Reply,
-    Services,
-    chat_gate,
-    compiled_grammar,
-    constrain,
-    context_check,
-    context_tokens,
-    defaults_of,
-    find_model,
-    make_jobs,
-    template_options,
-)
+from mlx_serve.api.serving import Services
 from mlx_serve.api.shapes import json_response
-from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.text.prompt import chat_text
-from mlx_serve.text.tokenizer import Tokenizer
-from mlx_serve.values import ApiError, Prompt, RawRequest, Response
+from mlx_serve.values import ApiError, RawRequest, Response
 
 _MAX_PAGE, _PAGE = 100, 20
 
@@ -42,35 +24,23 @@ def create(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses"""
     asked = read(services.responses, request.body, services.max_json_values)
     body = asked.body
-    entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
-    must_call, free_input = body.must_call(), body.free_input()
-    rule = free_input.rule() if free_input is not None else body.rule()
-    grammar = compiled_grammar(services, entry, rule, must_call, request.alive)
     stored = body.store and services.responses.keeps
-    response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=stored)
-    prompt = _prompt(services, request, entry, tokenizer, body, _messages(asked))
-    tools = () if free_input is not None else tuple(offer.definition() for offer in body.offers())
-    options = OutputOptions(
-        tuple(body.stop),
-        tools,
-        forced_call=bool(must_call),
-        max_calls=body.max_calls,
-        keeps_stop=body.include_stop_str_in_output,
-    )
-    jobs = make_jobs(services, request, entry, body, [prompt], body.wanted_tokens, param="input")
-    if grammar is not None:
-        constrain(jobs, grammar, chat_gate(tokenizer, prompt, options))
     keep = keeper(services.responses, asked) if stored else lambda _: None
-    writer = ResponseWriter(response, Shape.of(body), keep)
-    return Reply(services, request, entry, jobs, options, body.stream).respond(writer, tokenizer)
+
+    def writer(prepared: Prepared) -> ResponseWriter:
+        response = new_response(body, asked.raw, prepared.entry.name, prepared.defaults, stored=stored)
+        return ResponseWriter(response, AnswerForm.of(body), keep)
+
+    return generate(prepare(services, request, body.generation_request(_messages(asked))), writer)
 
 
 def input_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/input_tokens: what a request's prompt comes to."""
     asked = read(services.responses, request.body, services.max_json_values)
-    entry, tokenizer = find_model(services, asked.body.model, asked.body.adapters, asked.body.draft_model)
-    prompt = _prompt(services, request, entry, tokenizer, asked.body, _messages(asked))
-    return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+    body = asked.body
+    conversation = body.as_conversation(_messages(asked))
+    n_tokens = count_tokens(services, request, body.model, conversation, body.adapters, body.draft_model)
+    return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
 def compact(services: Services, request: RawRequest) -> Response:
@@ -78,12 +48,24 @@ def compact(services: Services, request: RawRequest) -> Response:
     asked = read(services.responses, request.body, services.max_json_values)
     limit = asked.body.wanted_tokens or MAX_TOKENS
     body = asked.body.model_copy(update={"truncation": "auto", "max_output_tokens": limit})
-    entry, tokenizer = find_model(services, body.model, body.adapters, body.draft_model)
-    response = new_response(body, asked.raw, entry.name, defaults_of(services, entry), stored=False)
-    prompt = _prompt(services, request, entry, tokenizer, body, [*_messages(asked), dict(REQUEST)])
-    jobs = make_jobs(services, request, entry, body, [prompt], limit, param="input")
-    writer = CompactionWriter(response, Shape({}), lambda _: None)
-    return Reply(services, request, entry, jobs, OutputOptions(), is_stream=False).respond(writer, tokenizer)
+    # Only the prompt is the conversation's: the answer is a summary, whatever the request wants of other answers.
+    plain = GenerationRequest(
+        body.model,
+        body.as_conversation([*_messages(asked), dict(REQUEST)]),
+        body.given_sampling,
+        limit,
+        top_logprobs=body.needed_logprobs,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        adapters=body.adapters,
+        draft_model=body.draft_model,
+    )
+
+    def writer(prepared: Prepared) -> CompactionWriter:
+        response = new_response(body, asked.raw, prepared.entry.name, prepared.defaults, stored=False)
+        return CompactionWriter(response, AnswerForm({}), lambda _: None)
+
+    return generate(prepare(services, request, plain), writer)
 
 
 def get(services: Services, request: RawRequest) -> Response:
@@ -129,37 +111,15 @@ def input_items(services: Services, request: RawRequest) -> Response:
     return json_response({"object": "list", "data": page, **places_of})
 
 
-def _messages(asked: Asked) -> list[dict[str, Any]]:
+def _messages(asked: ResolvedRequest) -> list[dict[str, Any]]:
     return history.as_messages(asked.items, asked.body.instructions)
-
-
-def _prompt(
-    services: Services,
-    request: RawRequest,
-    entry: ModelEntry,
-    tokenizer: Tokenizer,
-    body: ResponseRequest,
-    messages: list[dict[str, Any]],
-) -> Prompt:
-    """The prompt; with ``truncation`` auto without the oldest turns, if it does not fit. Raises ApiError 400."""
-    most = context_tokens(services, entry)
-    check = context_check(services, request, entry, "input")
-    tools = [offer.definition() for offer in body.offers()]
-    options = template_options(services, entry, body.template_options)
-    render = partial(chat_text, tokenizer, tools=tools, options=options, check=check)
-    if body.truncation == "disabled" or most is None:
-        check(n_content_chars(messages) // tokenizer.max_token_chars)
-        return render(messages).prompt(check)
-    # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
-    most -= min(body.wanted_tokens or 1, most // 2)
-    return truncated(messages, render, tokenizer, check, most)
 
 
 def _id(request: RawRequest) -> str:
     return request.path.removeprefix("/responses/").partition("/")[0]
 
 
-def _turn(services: Services, request: RawRequest) -> Turn:
+def _turn(services: Services, request: RawRequest) -> StoredTurn:
     response_id = _id(request)
     found = services.responses.turn(response_id)
     if found is None:

@@ -15,8 +15,8 @@ from mlx_serve.api.responses.items import (
     CallOutput,
     Compaction,
     CustomCall,
+    InputMessage,
     Item,
-    Message,
     Other,
     Reasoning,
     ShellCall,
@@ -39,7 +39,7 @@ class _Turn:
         """Whether an item goes on with this message. Thoughts begin one; text follows text only behind a call."""
         if isinstance(item, Reasoning):
             return not self.content and not self.calls
-        return not isinstance(item, Message) or not self.content or bool(self.calls)
+        return not isinstance(item, InputMessage) or not self.content or bool(self.calls)
 
     def message(self) -> dict[str, Any]:
         out: dict[str, Any] = {"role": "assistant", "content": "".join(self.content)}
@@ -91,14 +91,14 @@ def _starts(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _is_assistant(item: Item) -> bool:
-    is_message = isinstance(item, Message) and item.role == "assistant"
+    is_message = isinstance(item, InputMessage) and item.role == "assistant"
     return is_message or isinstance(item, Reasoning | Call | CustomCall | ShellCall)
 
 
 def _add(turn: _Turn, item: Item) -> None:
     if isinstance(item, Reasoning):
         turn.reasoning.append(item.text)
-    elif isinstance(item, Message):
+    elif isinstance(item, InputMessage):
         turn.content.append(item.content)
     elif isinstance(item, Call):
         turn.calls.append(_call(item.call_id, alias(item.namespace, item.name), item.arguments))
@@ -121,6 +121,6 @@ def _other_message(item: Item) -> dict[str, Any]:
     if isinstance(item, Compaction):
         text = f"What was said before, in short:\n\n<summary>\n{item.text}\n</summary>"
         return {"role": "user", "content": text}
-    assert isinstance(item, Message)
+    assert isinstance(item, InputMessage)
     # ``developer`` is the newer name of ``system``.
     return {"role": "user" if item.role == "user" else "system", "content": item.content}

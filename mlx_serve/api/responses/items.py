@@ -124,7 +124,7 @@ Thoughts = Annotated[Str, BeforeValidator(_thoughts)]
 Object = dict[str, Any]
 
 
-class Message(Model):
+class InputMessage(Model):
     """A turn, or a part of one; its type may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -248,7 +248,7 @@ def _tag(value: Any) -> str:
 
 
 Item: TypeAlias = Annotated[
-    Annotated[Message, Tag("Message")]
+    Annotated[InputMessage, Tag("Message")]
     | Annotated[Reasoning, Tag("Reasoning")]
     | Annotated[Compaction, Tag("Compaction")]
     | Annotated[Call, Tag("Call")]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_serve.api.body import Defaults
 from mlx_serve.api.responses.items import new_id
 from mlx_serve.api.responses.outputs import (
     CustomCallItem,
@@ -19,7 +18,8 @@ from mlx_serve.api.responses.outputs import (
     Status,
 )
 from mlx_serve.api.responses.schema import ENCRYPTED, ResponseRequest
-from mlx_serve.api.responses.tools import Offer
+from mlx_serve.api.responses.tools import OfferedTool
+from mlx_serve.api.serving import new_sampling
 from mlx_serve.api.shapes import dumps
 from mlx_serve.values import ApiError, Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
@@ -30,14 +30,14 @@ _BEATS_PER_EVENT = 6
 
 
 def new_response(
-    body: ResponseRequest, raw: Mapping[str, Any], model: str, defaults: Defaults, *, stored: bool
+    body: ResponseRequest, raw: Mapping[str, Any], model: str, defaults: Mapping[str, Any], *, stored: bool
 ) -> dict[str, Any]:
     """A response that begins now, with the settings of its request. ``raw`` is the request as it came.
 
     All keys that the schemas of OpenAI and of Open Responses require, from the beginning on; None: not known, or not
     given. Raises ApiError 400 when the settings hold what JSON text cannot.
     """
-    sampling = body.sampling(defaults, None, 1)
+    sampling = new_sampling(defaults, body.given_sampling, max_tokens=1)
     out = {
         "id": new_id("response"),
         "object": "response",
@@ -106,17 +106,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AnswerForm:
     """How an answer is written down."""
 
-    offers: Mapping[str, Offer]
+    offers: Mapping[str, OfferedTool]
     reasoning_as_summary: bool = False
     sealed: bool = False
     # The custom tool whose input the text is.
-    free_input: Offer | None = None
+    free_input: OfferedTool | None = None
 
     @classmethod
-    def of(cls, body: ResponseRequest) -> Shape:
+    def of(cls, body: ResponseRequest) -> AnswerForm:
         """As a request wants it."""
         offers = {offer.alias: offer for offer in body.offers()}
         return cls(offers, body.wants_summary, ENCRYPTED in body.include, body.free_input())
@@ -125,7 +125,7 @@ class Shape:
 class ResponseWriter:
     """The dialect of one response. ``keep`` gets it when it has ended well, before its client does."""
 
-    def __init__(self, response: dict[str, Any], shape: Shape, keep: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, response: dict[str, Any], shape: AnswerForm, keep: Callable[[dict[str, Any]], None]) -> None:
         self._response = response
         self._shape = shape
         self._keep = keep

@@ -10,9 +10,11 @@ from pydantic import AfterValidator, FailFast, Field, model_validator
 
 from mlx_serve.api.body import MAX_TOOLS
 from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, TopLogprobs, refuse
+from mlx_serve.api.generation_request import ChatConversation, GenerationRequest
 from mlx_serve.api.request_fields import Effort, Request, effort_options
 from mlx_serve.api.responses.items import Items
-from mlx_serve.api.responses.tools import AUTO, Choice, Offer, Tool, chosen
+from mlx_serve.api.responses.tools import AUTO, AllowedToolsField, OfferedTool, Tool, chosen
+from mlx_serve.api.responses.truncation import truncated
 from mlx_serve.text.grammar import Function, Rule
 from mlx_serve.values import ApiError
 
@@ -28,7 +30,7 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-class Format(Model):
+class TextFormat(Model):
     """What the text has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -39,7 +41,7 @@ class Format(Model):
     description: Str | None = None
 
     @model_validator(mode="after")
-    def _has_schema(self) -> Format:
+    def _has_schema(self) -> TextFormat:
         if self.type == "json_schema" and self.schema_ is None:
             refuse("The type 'json_schema' needs a 'schema'.")
         return self
@@ -55,7 +57,7 @@ class Format(Model):
 class TextOptions(Model):
     """``verbosity`` is for models that have one."""
 
-    format: Format = Format(type="text")
+    format: TextFormat = TextFormat(type="text")
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -79,7 +81,7 @@ class ResponseRequest(Request):
     # OpenAI's limit on calls of its own tools, of which there are none here.
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FailFast()] = Field(default_factory=list)
-    tool_choice: Choice = AUTO
+    tool_choice: AllowedToolsField = AUTO
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
@@ -115,7 +117,7 @@ class ResponseRequest(Request):
         rule = self.text.format.rule()
         return [*super()._format_rules(), *([rule] if rule is not None else [])]
 
-    def offers(self) -> list[Offer]:
+    def offers(self) -> list[OfferedTool]:
         """The tools that the model is told of."""
         return chosen(self.tool_choice, self.tools)
 
@@ -125,7 +127,7 @@ class ResponseRequest(Request):
             return []
         return [offer.function() for offer in self.offers()]
 
-    def free_input(self) -> Offer | None:
+    def free_input(self) -> OfferedTool | None:
         """The custom tool whose input the whole text is: the only one that may be called, held to its own grammar."""
         found = self.offers() if self.tool_choice.mode == "required" else []
         return found[0] if len(found) == 1 and found[0].rule() is not None else None
@@ -151,11 +153,35 @@ class ResponseRequest(Request):
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property
-    def n_samples(self) -> int:
-        """There is one answer."""
-        return 1
-
-    @property
     def needed_logprobs(self) -> int | None:
         """How many alternatives a token's log-probabilities come with; None: not asked for."""
         return self.top_logprobs if LOGPROBS in self.include else None
+
+    def as_conversation(self, messages: list[dict[str, Any]]) -> ChatConversation:
+        """What the prompt is made of, given all messages of the conversation."""
+        return ChatConversation(
+            messages,
+            "input",
+            tools=[offer.definition() for offer in self.offers()],
+            template_options=self.template_options,
+            shorten=truncated if self.truncation == "auto" else None,
+            reserved=self.wanted_tokens or 1,
+        )
+
+    def generation_request(self, messages: list[dict[str, Any]]) -> GenerationRequest:
+        """All of it. Raises ApiError 400 when it demands several things of its text."""
+        free_input, prompt = self.free_input(), self.as_conversation(messages)
+        return GenerationRequest(
+            self.model,
+            prompt,
+            self.given_sampling,
+            self.wanted_tokens,
+            top_logprobs=self.needed_logprobs,
+            rule=free_input.rule() if free_input is not None else self.rule(),
+            must_call=self.must_call(),
+            tools=() if free_input is not None else prompt.tools,
+            max_calls=self.max_calls,
+            # The response at the end of a stream has them all.
+            holds_logprobs=True,
+            **self.shared(),
+        )

@@ -36,7 +36,7 @@ class FunctionTool(Model):
     strict: bool | None = None
 
 
-class Format(Model):
+class InputFormat(Model):
     """What the input of a custom tool looks like."""
 
     type: Literal["text", "grammar"]
@@ -50,7 +50,7 @@ class CustomTool(Model):
     type: Literal["custom"]
     name: Name
     description: Str | None = None
-    format: Format = Format(type="text")
+    format: InputFormat = InputFormat(type="text")
 
 
 class Namespace(Model):
@@ -91,7 +91,7 @@ def alias(namespace: str | None, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class OfferedTool:
     """A tool that can be called, and where in the request it stands."""
 
     tool: FunctionTool | CustomTool
@@ -153,44 +153,44 @@ class Offer:
         return Rule(kind, self.tool.format.definition, f"{self.param}.format.definition")
 
 
-def offers(tools: Sequence[Tool]) -> list[Offer]:
+def offers(tools: Sequence[Tool]) -> list[OfferedTool]:
     """What of a request's tools can be called here."""
     return list(_offers(tools, None, "tools"))
 
 
-def _offers(tools: Sequence[Tool], namespace: str | None, param: str) -> Iterator[Offer]:
+def _offers(tools: Sequence[Tool], namespace: str | None, param: str) -> Iterator[OfferedTool]:
     for i, tool in enumerate(tools):
         if isinstance(tool, Namespace):
             yield from _offers(tool.tools, tool.name, f"{param}[{i}].tools")
         elif isinstance(tool, Skipped):
             log.debug("a tool is skipped: %s", ascii(tool.type[:80]))
         else:
-            yield Offer(tool, namespace, f"{param}[{i}]")
+            yield OfferedTool(tool, namespace, f"{param}[{i}]")
 
 
 @dataclass(frozen=True, slots=True)
-class ToolChoice:
+class AllowedTools:
     """``names``: the tools that may be called; None: all."""
 
     mode: Literal["none", "auto", "required"]
     names: frozenset[str] | None = None
 
-    def allows(self, offer: Offer) -> bool:
+    def allows(self, offer: OfferedTool) -> bool:
         """Whether a tool may be called."""
         return self.mode != "none" and (self.names is None or not {offer.tool.name, offer.alias}.isdisjoint(self.names))
 
 
-AUTO = ToolChoice("auto")
+AUTO = AllowedTools("auto")
 
 
-def _tool_choice(value: Any) -> ToolChoice:
+def _tool_choice(value: Any) -> AllowedTools:
     match value:
         case "none" | "auto" | "required":
-            return ToolChoice(value)
+            return AllowedTools(value)
         case {"type": "function" | "custom", "name": str(name)}:
-            return ToolChoice("required", frozenset([name]))
+            return AllowedTools("required", frozenset([name]))
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*tools]}:
-            return ToolChoice(mode, frozenset(filter(None, map(_allowed_name, tools))))
+            return AllowedTools(mode, frozenset(filter(None, map(_allowed_name, tools))))
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise fault(f"This server has no tool of its own of type {kind[:80]!r}.")
     raise fault(
@@ -210,10 +210,10 @@ def _allowed_name(tool: Any) -> str | None:
             raise fault("Its tools must be like {'type': 'function', 'name': ...}.")
 
 
-Choice = Annotated[ToolChoice, BeforeValidator(_tool_choice)]
+AllowedToolsField = Annotated[AllowedTools, BeforeValidator(_tool_choice)]
 
 
-def chosen(choice: ToolChoice, tools: Sequence[Tool]) -> list[Offer]:
+def chosen(choice: AllowedTools, tools: Sequence[Tool]) -> list[OfferedTool]:
     """The tools that may be called: the model is told of no others.
 
     Raises ApiError 400 when the choice asks for what is not there.

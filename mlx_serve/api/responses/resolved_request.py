@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from mlx_serve.api.body import read_object, validated
 from mlx_serve.api.cost import n_values, parsing
-from mlx_serve.api.response_store import ResponseStore, Turn, conversation
+from mlx_serve.api.response_store import ResponseStore, StoredTurn, conversation
 from mlx_serve.api.responses.items import Item, Other, Reference, as_list, listed
 from mlx_serve.api.responses.schema import ResponseRequest
 from mlx_serve.api.shapes import dumps
@@ -29,7 +29,7 @@ _GIVEN_BACK = ("input", "text", "tool_choice", "tools")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResolvedRequest:
     """``raw``: the fields that come back as they were. ``own``: the request's items that are kept, references resolved.
 
     ``items``: those of the conversation before, and the request's own.
@@ -39,10 +39,10 @@ class Asked:
     body: ResponseRequest
     own: list[dict[str, Any]]
     items: list[Item]
-    before: Turn | None
+    before: StoredTurn | None
 
 
-def read(store: ResponseStore, raw_body: bytes, max_values: int) -> Asked:
+def read(store: ResponseStore, raw_body: bytes, max_values: int) -> ResolvedRequest:
     """The request. Raises ApiError 400 when it is malformed, or refers to what is not there or too much."""
     with parsing(raw_body):
         raw = read_object(raw_body)
@@ -61,10 +61,10 @@ def read(store: ResponseStore, raw_body: bytes, max_values: int) -> Asked:
             items.append(item)
             # What has no place in a prompt has none in the store.
             own += [] if isinstance(item, Other) else [given]
-    return Asked(raw, body, own, items, before)
+    return ResolvedRequest(raw, body, own, items, before)
 
 
-def keeper(store: ResponseStore, asked: Asked) -> Callable[[dict[str, Any]], None]:
+def keeper(store: ResponseStore, asked: ResolvedRequest) -> Callable[[dict[str, Any]], None]:
     """Keeps the response to a request."""
     own = [listed(item) for item in asked.own]
 
@@ -101,10 +101,10 @@ class _Kept:
     store: ResponseStore
     size: _Size
     # By turn, so that the output of one is parsed once; and what an item comes to each time that it is named.
-    outputs: dict[Turn, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    outputs: dict[StoredTurn, dict[str, dict[str, Any]]] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
-    def conversation(self, response_id: str) -> Turn:
+    def conversation(self, response_id: str) -> StoredTurn:
         """The last turn of the conversation that a response ended."""
         param = "previous_response_id"
         found = self.store.turn(response_id)
