@@ -1,1 +1,1 @@
-"""Bytes to messages and back: HTTP/1.1, connections, access. Knows no JSON shape and no model."""
+"""HTTP/1.1: bytes to messages and back, connections, access control. Knows no JSON shape and no model."""

@@ -1,7 +1,7 @@
-"""Who may ask: API keys, browser origins (CORS), host names.
+"""Who may send requests: API keys, browser origins (CORS), host names.
 
-Functions over a policy and a request's headers; each answers with header fields or raises the ApiError to send.
-Must not know: sockets, routes, bodies. Nothing the client sent is repeated in a message.
+Functions over a policy and a request's headers; each returns header fields, or raises the ApiError to send.
+Must not know: sockets, routes, bodies. No message repeats what the client sent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_serve.values import ApiError
 
 Fields = tuple[tuple[str, str], ...]
 
-# A page's own server has one of these origins; extensions and apps have others (chrome-extension://, app://, file://).
+# A page's own server has an origin of one of these schemes; extensions and apps have others (app, file).
 _WEB_ORIGIN = re.compile(r"(https?)://([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _ORIGIN = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://[A-Za-z0-9._~:\[\]-]*")
 _BEARER = re.compile(r"bearer +(.+)", re.IGNORECASE)
@@ -29,10 +29,10 @@ _PREFLIGHT_MAX_AGE_S = 600
 
 @dataclass(frozen=True, slots=True)
 class AccessPolicy:
-    """Empty tuples: no key needed, no foreign origin let in, every host name taken (unless ``loopback_only``).
+    """Empty tuples: no key is needed, no foreign origin is allowed, every host is accepted (unless ``loopback_only``).
 
     ``allowed_origins`` and ``allowed_hosts`` may be ("*",); an origin may be ``scheme://*``. A host without a port
-    stands for every port. ``is_tls``: connections are secured.
+    allows every port. ``is_tls``: the server's connections use TLS.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class AccessPolicy:
 
 
 def check_scheme(policy: AccessPolicy, scheme: str) -> None:
-    """RFC 9110 7.4: an https resource must be refused on a connection that is not secured."""
+    """RFC 9110 7.4: a request for an https resource must be refused on a connection without TLS."""
     if scheme == "https" and not policy.is_tls:
         raise ApiError(421, "this connection is not secured: an https target is not served on it (RFC 9110 7.4)")
 
@@ -51,9 +51,9 @@ def check_scheme(policy: AccessPolicy, scheme: str) -> None:
 def check(
     policy: AccessPolicy, method: str, headers: Mapping[str, str], authority: str | None, *, is_open: bool = False
 ) -> None:
-    """Host, then origin, then key, unless the target ``is_open``.
+    """Checks host, then origin, then key; an open target (``is_open``) needs no key.
 
-    A preflight carries no key: the browser sends it on its own (Fetch 3.2.2).
+    A preflight has no key: the browser makes it itself (Fetch 3.2.2).
     """
     if not _host_allowed(policy, authority):
         raise ApiError(403, "this host name is not allowed here", code="host_not_allowed")
@@ -70,7 +70,7 @@ def check(
 
 
 def client(policy: AccessPolicy, headers: Mapping[str, str]) -> str:
-    """A digest of the key that let the request in, which tells clients apart; "" when no key is needed."""
+    """A digest of the request's key, which identifies the client; "" when no key is needed."""
     fitting = [raw for raw, fits in _given_keys(policy, headers) if fits]
     return hashlib.sha256(b"mlx-serve client\0" + fitting[0]).hexdigest() if fitting else ""
 
@@ -80,7 +80,7 @@ def is_preflight(method: str, headers: Mapping[str, str]) -> bool:
 
 
 def cors_fields(policy: AccessPolicy, headers: Mapping[str, str]) -> Fields:
-    """What lets the page that asked read the reply; nothing for an origin that is not on the list."""
+    """Fields that allow the page to read the reply; none for an origin that is not on the list."""
     origin = headers.get("origin")
     if origin is None or not _origin_allowed(policy, origin):
         return ()
@@ -103,7 +103,7 @@ def preflight_fields(policy: AccessPolicy, headers: Mapping[str, str], methods: 
 
 
 def _allowed_fields(headers: Mapping[str, str]) -> list[str]:
-    """Those asked for by name: "*" would not cover Authorization (Fetch 4.9)."""
+    """The requested fields by name, because "*" would not include Authorization (Fetch 4.9)."""
     asked = headers.get("access-control-request-headers", "").lower().split(",")[:_MAX_REQUESTED_FIELDS]
     names = [name for part in asked if _FIELD_NAME.fullmatch(name := part.strip(" \t"))]
     return list(dict.fromkeys(["authorization", "content-type", *names]))
@@ -112,7 +112,7 @@ def _allowed_fields(headers: Mapping[str, str]) -> list[str]:
 def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
     if origin in policy.allowed_origins:
         return True
-    # Only what has the form of an origin is repeated in the reply.
+    # The reply repeats the origin only if it has the form of an origin.
     match = _ORIGIN.fullmatch(origin)
     if "*" in policy.allowed_origins:
         return origin == "null" or match is not None
@@ -120,7 +120,7 @@ def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
 
 
 def _check_own_page(policy: AccessPolicy, origin: str, authority: str | None) -> None:
-    """Raises ApiError 403 unless the page that asks came from this server."""
+    """Raises ApiError 403 unless the page came from this server."""
     if not _same_origin(origin, authority):
         raise ApiError(403, "this origin is not allowed here", code="origin_not_allowed")
     if _rebindable(policy, authority or ""):
@@ -129,9 +129,9 @@ def _check_own_page(policy: AccessPolicy, origin: str, authority: str | None) ->
 
 
 def _rebindable(policy: AccessPolicy, authority: str) -> bool:
-    """Whether somebody else's page could have this name, pointed here: any host is taken, and no key is needed.
+    """Whether a foreign page could have this name and let it point at this server: any host is accepted without a key.
 
-    Not an address, nor a name that only the local network gives.
+    Never true of an address, or of a name that exists only on the local network.
     """
     hosts_are_checked = (policy.loopback_only or policy.allowed_hosts) and "*" not in policy.allowed_hosts
     if hosts_are_checked or policy.api_keys:
@@ -141,7 +141,7 @@ def _rebindable(policy: AccessPolicy, authority: str) -> bool:
 
 
 def _same_origin(origin: str, authority: str | None) -> bool:
-    """Whether the page came from this server itself. Whether that name may be ours is the host check's affair."""
+    """Whether the page's origin is the host that it calls. The check of the host decides whether it is allowed."""
     match = _WEB_ORIGIN.fullmatch(origin)
     if match is None or authority is None:
         return False
@@ -151,9 +151,9 @@ def _same_origin(origin: str, authority: str | None) -> bool:
 
 
 def _host_allowed(policy: AccessPolicy, authority: str | None) -> bool:
-    """Against DNS rebinding: a page whose name an attacker points at 127.0.0.1 is "same-origin", but has his name.
+    """Against DNS rebinding: a page whose name points at 127.0.0.1 is "same-origin", but has the attacker's name.
 
-    No browser leaves the host out, so an HTTP/1.0 client without one may pass.
+    Every browser sends a host, so an HTTP/1.0 client without one may pass.
     """
     if authority is None or "*" in policy.allowed_hosts:
         return True
@@ -186,11 +186,11 @@ def _key_given(policy: AccessPolicy, headers: Mapping[str, str]) -> bool:
 
 
 def _given_keys(policy: AccessPolicy, headers: Mapping[str, str]) -> list[tuple[bytes, bool]]:
-    """The keys that a request carries, and whether each is one of ours.
+    """The keys that a request carries, and whether each is valid.
 
-    All keys are compared, each in constant time: neither which key nor how much of it fitted shows in the time.
+    All keys are compared, each in constant time, so the time tells nothing about a key.
     """
     bearer = _BEARER.fullmatch(headers.get("authorization", ""))
-    # Header text is latin-1, byte for byte; a key is configured as text and travels as UTF-8.
+    # Header text is latin-1, one character per byte; a configured key is text, and clients send it as UTF-8.
     given = [text.encode("latin-1") for text in (bearer[1] if bearer else None, headers.get("x-api-key")) if text]
     return [(raw, sum(hmac.compare_digest(raw, key.encode()) for key in policy.api_keys) > 0) for raw in given]

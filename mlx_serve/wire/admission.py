@@ -1,6 +1,6 @@
-"""Whether a request is let in, judged by its head alone: before its body is read, and before 100 Continue.
+"""Whether a request is accepted, judged only by its head: before its body is read, and before 100 Continue.
 
-A function over values; must not know sockets or bodies.
+Functions over values; must not know sockets or bodies.
 """
 
 from __future__ import annotations
@@ -12,42 +12,44 @@ from mlx_serve.wire import access
 from mlx_serve.wire.framing import Head, Refusal
 from mlx_serve.wire.server_options import Target
 
-# Case-sensitive (RFC 9110 9.1). Not TRACE: it would send a proxy's added fields, keys too, back to a page.
+# Case-sensitive (RFC 9110 9.1). TRACE is missing because it would return fields that a proxy added, such as keys, to a
+# page.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _WITH_CONTENT = frozenset({"POST", "PUT", "PATCH"})
 
-# Media types that can only be a mistake. No list of the right ones: clients send JSON as form data (curl
-# --data-binary), as text, and with no type at all.
+# Media types that are certainly a mistake. There is no list of right types, because clients send JSON as form data
+# (curl --data-binary), as text, and without a type.
 _NOT_JSON = re.compile(
     r"(?:multipart|image|audio|video|font|message)/.*|text/(?!plain$|json$).*|.*[/+]xml|application/(?:zip|gzip|pdf)"
 )
 
 
 def admit(target: Target, policy: access.AccessPolicy, head: Head, draining: bool) -> Response | None:
-    """None: read the body and run it. A Response: this is the answer already. Raises ApiError or Refusal to refuse.
+    """None: read the body and run the request. A Response: the answer. Raises ApiError or Refusal to refuse.
 
-    The order decides which fault is told: nobody learns about routes who may not ask at all.
+    The order of the checks decides which error is sent: a client that may not send requests learns nothing about
+    routes.
     """
     # 1. Scheme, Host, Origin, key.
     access.check_scheme(policy, head.scheme)
     access.check(policy, head.method, head.headers, head.authority, is_open=target.is_open)
-    # 2. Shutting down. Health checks are still answered, or the truth could not be told.
+    # 2. Shutting down. Health checks are still answered, so that they can say so.
     if draining and not target.is_open:
         raise unavailable("the server is shutting down", code="draining")
-    # 3. Methods nobody has (RFC 9110 15.6.2).
+    # 3. Methods that no route has (RFC 9110 15.6.2).
     if head.method not in _METHODS:
         raise ApiError(501, "this method is not implemented", code="method_not_supported")
-    # 4. The route; "*" stands for the whole server (RFC 9110 9.3.7).
+    # 4. The route; "*" is the whole server (RFC 9110 9.3.7).
     methods = _methods(target, head.path)
     if not methods:
         raise ApiError(404, "no such route")
     if head.method == "OPTIONS":
         return _options(policy, head, methods)
-    # 5. Its methods.
+    # 5. The route's methods.
     if head.method not in methods:
         allow = (("Allow", ", ".join(methods)),)
         raise ApiError(405, "this route does not have this method", code="method_not_supported", headers=allow)
-    # 6. Whether there is content where it is needed, and its kind.
+    # 6. Whether a body is there if one is needed, and its type.
     if length_is_missing(head) and head.method not in target.bodiless:
         raise Refusal(411, "a Content-Length or Transfer-Encoding field is required (RFC 9110 15.5.12)")
     _check_content(head)
@@ -55,10 +57,10 @@ def admit(target: Target, policy: access.AccessPolicy, head: Head, draining: boo
 
 
 def length_is_missing(head: Head) -> bool:
-    """Whether a method that sends content does not say where it ends.
+    """Whether a method that sends content does not say where the content ends.
 
-    RFC 9112 6.3 has it end at once, and `curl -X POST` means that. A broken client may send a body all the same:
-    what follows must not be taken for its next request.
+    By RFC 9112 6.3 there is no content then, and `curl -X POST` means that. A broken client may send a body anyway, and
+    that body must not be read as its next request.
     """
     return head.body is None and head.method in _WITH_CONTENT
 
@@ -68,16 +70,16 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def check_expectation(head: Head) -> None:
-    """RFC 9110 10.1.1: 417 to any expectation but 100-continue."""
+    """RFC 9110 10.1.1: any expectation except 100-continue gets 417."""
     if head.expect not in (None, "100-continue"):
-        raise ApiError(417, "the only expectation met is 100-continue (RFC 9110 10.1.1)")
+        raise ApiError(417, "100-continue is the only expectation that is supported (RFC 9110 10.1.1)")
 
 
 def _methods(target: Target, path: str) -> list[str]:
     known = set(_METHODS) if path == "*" else set(target.methods)
     if not known:
         return []
-    # RFC 9110 9.1: HEAD wherever there is GET.
+    # RFC 9110 9.1: every route with GET has HEAD too.
     return sorted(known | {"OPTIONS"} | ({"HEAD"} if "GET" in known else set()))
 
 
@@ -95,7 +97,7 @@ def _check_content(head: Head) -> None:
     if _NOT_JSON.fullmatch(media_type):
         raise ApiError(415, "the request body must be JSON", code="unsupported_media_type")
     if head.headers.get("content-encoding", "identity").lower() not in ("identity", ""):
-        # RFC 9110 15.5.16: the answer says which codings would be taken.
+        # RFC 9110 15.5.16: the answer names the accepted codings.
         accepted = (("Accept-Encoding", "identity"),)
         message, code = "the request body must not be compressed", "unsupported_content_encoding"
         raise ApiError(415, message, code=code, headers=accepted)

@@ -1,8 +1,9 @@
-"""The bodies of HTTP/1.1 requests out of bytes: by Content-Length and chunked (RFC 9112 6 and 7), strictly.
+"""Strict decoders of HTTP/1.1 request bodies: by Content-Length and chunked (RFC 9112 6 and 7).
 
-Both decoders have one interface: ``feed`` takes bytes cut anywhere and gives the body bytes among them; once the
-body is whole, ``leftover`` has what came behind it. Nothing beyond the limits is held or passed on: a chunk that
-would go over is refused at its size line, before its data. Extensions and trailers are checked, counted, dropped.
+Both decoders have one interface: ``feed`` takes bytes in pieces of any size and returns the body bytes among them. Once
+the body is complete, ``leftover`` has the bytes behind it. Nothing beyond the limits is held or passed on: a chunk that
+would exceed a limit is refused at its size line, before its data. Extensions and trailers are checked, counted and
+dropped.
 
 Must not know: sockets, clocks, threads, and what a body means.
 """
@@ -15,8 +16,8 @@ from typing import Literal, Protocol
 
 from mlx_serve.wire.framing import TOKEN, FramingLimits, Head, Lines, Refusal, parse_field_line
 
-# RFC 9112 7.1: chunk-size [ chunk-ext ]. Sixteen digits are 64 bits: nothing longer reaches int(). The possessive
-# quantifiers keep the time linear in the line, whatever the line is.
+# RFC 9112 7.1: chunk-size [ chunk-ext ]. Sixteen digits are 64 bits, so no longer number reaches int(). With possessive
+# quantifiers the time is linear in the length of any line.
 _QUOTED = rb'"(?:[\t \x21\x23-\x5b\x5d-\x7e\x80-\xff]|\\[\t \x21-\x7e\x80-\xff])*+"'
 _CHUNK_LINE = re.compile(
     rb"([0-9A-Fa-f]{1,16})"
@@ -64,7 +65,7 @@ class LengthBody:
 
 
 class ChunkedBody:
-    """The states of a chunked body: size line, data, the CRLF behind the data, ... and after the size 0, trailers."""
+    """The states of a chunked body: size line, data, the CRLF behind the data, ...; after the size 0, trailers."""
 
     __slots__ = ("_limits", "_lines", "_n_body", "_n_chunk_left", "_n_extension", "_n_overhead", "_n_trailer", "_state")
 
@@ -86,7 +87,7 @@ class ChunkedBody:
         return Fed(bytes(body), self._lines.take(len(self._lines)) if self._state == "done" else None)
 
     def _step(self, body: bytearray) -> bool:
-        """One state further; False when that takes more bytes."""
+        """Advances by one state; False if that needs more bytes."""
         match self._state:
             case "size":
                 return self._size()
@@ -120,7 +121,7 @@ class ChunkedBody:
         self._n_overhead += n_line + 2 * len(_CRLF) + limits.chunk_cost
         if self._n_body > limits.max_body_bytes:
             raise _too_large(limits)
-        # RFC 9112 7.1.1: a recipient ought to limit the total length of chunk extensions.
+        # RFC 9112 7.1.1: a recipient should limit the total length of chunk extensions.
         if self._n_extension > limits.max_chunk_extension_bytes:
             raise Refusal(400, f"chunk extensions are longer than {limits.max_chunk_extension_bytes} bytes")
         if self._n_overhead - self._n_body > limits.max_chunk_overhead:
@@ -140,7 +141,7 @@ class ChunkedBody:
 
     def _crlf(self) -> bool:
         raw = self._lines.first() if len(self._lines) < len(_CRLF) else self._lines.take(len(_CRLF))
-        # Skipping to the next line instead would let data pass for framing.
+        # If the rest of the line were skipped instead, data could be read as framing.
         if not _CRLF.startswith(raw):
             raise Refusal(400, "chunk data is not followed by CRLF (RFC 9112 7.1)")
         if raw != _CRLF:
@@ -149,7 +150,7 @@ class ChunkedBody:
         return True
 
     def _trailer(self) -> bool:
-        """Trailers cannot change a request that was judged by its head (RFC 9110 6.5.1): checked, then dropped."""
+        """Checks and drops a trailer: the request was judged by its head and cannot change (RFC 9110 6.5.1)."""
         limit = self._limits.max_trailer_bytes
         line = self._lines.next(max(0, limit - self._n_trailer), (431, f"trailers are longer than {limit} bytes"))
         if line is None:

@@ -1,4 +1,4 @@
-"""One accepted socket: reading and writing under deadlines, telling whether the peer is there and how slow, closing.
+"""One accepted socket: reading and writing under deadlines, whether the peer is there and how slow it is, closing.
 
 Knows sockets and clocks; must not know HTTP.
 """
@@ -17,14 +17,14 @@ from mlx_serve.values import ClientGone
 Peer: TypeAlias = Literal["open", "eof", "gone"]
 
 _READ_BYTES = 64 * 1024
-# Linux tells a peer that finished sending (POLLRDHUP) from one that is wholly gone (POLLHUP). Elsewhere POLLHUP is the
-# former, and only an error the latter.
+# On Linux, POLLRDHUP means that the peer has finished sending, and POLLHUP that the connection is gone. On other
+# systems POLLHUP means the former, and only an error means the latter.
 _EOF = getattr(select, "POLLRDHUP", select.POLLHUP)
 _GONE = select.POLLERR | select.POLLNVAL | (select.POLLHUP & ~_EOF)
 
 
 def peer_of(sock: socket.socket) -> Peer:
-    """Asked of the descriptor and without reading: pipelined bytes stay unread, and TLS has no flags on recv."""
+    """Polls the descriptor without reading: pipelined bytes stay unread, and under TLS recv takes no flags."""
     if sock.fileno() < 0:
         return "gone"
     poller = select.poll()
@@ -37,26 +37,26 @@ def peer_of(sock: socket.socket) -> Peer:
 
 
 def _at_end(sock: socket.socket) -> bool:
-    """For systems whose poll does not tell; blind behind unread bytes, where the next write has to tell."""
+    """For systems whose poll does not say it. It sees nothing behind unread bytes; then the next write finds out."""
     if hasattr(select, "POLLRDHUP"):
         return False
     try:
-        # The plain recv, past ssl.SSLSocket's, on the descriptor.
+        # The plain recv on the descriptor, not that of ssl.SSLSocket.
         return socket.socket.recv(sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
     except BlockingIOError:
         return False
 
 
 def hang_up(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Ends the transport under TLS too, from any thread: whoever blocks on the socket wakes up."""
-    with suppress(OSError):  # the peer may have ended it already, which is as good
+    """Ends the transport, under TLS too, from any thread: a thread that blocks on the socket wakes up."""
+    with suppress(OSError):  # the peer may have ended it already
         socket.socket.shutdown(sock, how)
 
 
 class Channel:
-    """``leftover`` holds bytes read past the end of a request; they are the next read.
+    """``leftover`` holds bytes read past the end of a request; the next read returns them.
 
-    ``evict`` and ``write_pace`` may be called from any thread, the rest belongs to the connection's own.
+    ``evict`` and ``write_pace`` may be called from any thread, everything else only from the connection's thread.
     """
 
     def __init__(self, sock: socket.socket, write_timeout_s: float) -> None:
@@ -64,7 +64,7 @@ class Channel:
         self._write_timeout_s = write_timeout_s
         self._gone = False
         self._evicted = False
-        # When the write that is under way began, and how much had been written then.
+        # When the running write began, and how much had been written then.
         self._write_began: tuple[float, int] | None = None
         self.leftover = b""
         self.n_read = 0
@@ -76,7 +76,7 @@ class Channel:
             self.sock.do_handshake()
 
     def read(self, deadline: float) -> bytes:
-        """Some bytes, b"" at the end; TimeoutError at the deadline (of time.monotonic), ClientGone on a reset."""
+        """Some bytes, b"" at the end. Raises TimeoutError at ``deadline`` (time.monotonic), ClientGone on a reset."""
         if self.leftover:
             raw, self.leftover = self.leftover, b""
             return raw
@@ -96,8 +96,8 @@ class Channel:
         return raw
 
     def discard_ready(self, n_bytes: int) -> bool:
-        """Drops so many bytes if all of them are already here; waits for none."""
-        with suppress(OSError):  # no more is here, or the client is gone: then the next write will tell
+        """Drops ``n_bytes`` bytes if all of them are already here; never waits."""
+        with suppress(OSError):  # no more is here, or the client is gone, which the next write will find out
             self.sock.settimeout(0)
             while len(self.leftover) < n_bytes and (raw := self.sock.recv(_READ_BYTES)):
                 self.n_read += len(raw)
@@ -108,11 +108,11 @@ class Channel:
         return True
 
     def write(self, raw: bytes) -> None:
-        """All of it, or ClientGone: a client that takes nothing for the whole of the write time-out counts as gone."""
+        """Writes all bytes. Raises ClientGone if the client takes nothing for the whole write time-out."""
         unsent = memoryview(raw)
         self._write_began = time.monotonic(), self.n_written
         try:
-            # The limit of each send: whoever takes something, however little, gets the whole time again.
+            # The limit holds for each send: a client that takes something, however little, gets the whole time again.
             self.sock.settimeout(self._write_timeout_s)
             while unsent:
                 n_sent = self.sock.send(unsent)
@@ -125,14 +125,14 @@ class Channel:
             self._write_began = None
 
     def write_pace(self, now: float, min_s: float) -> float | None:
-        """Bytes per second that the client takes of a write that has lasted ``min_s``; None: there is no such write."""
+        """Bytes per second that the client takes of a write that has lasted ``min_s``; None without such a write."""
         began = self._write_began
         if began is None or now - began[0] < min_s:
             return None
         return (self.n_written - began[1]) / (now - began[0])
 
     def evict(self) -> None:
-        """Ends the connection to make room for another one: whatever its thread waits for raises ClientGone."""
+        """Ends the connection to free its place: its thread gets ClientGone from the call in which it waits."""
         self._evicted = True
         hang_up(self.sock)
 
@@ -140,22 +140,22 @@ class Channel:
         return ClientGone("evicted" if self._evicted else type(error).__name__)
 
     def peer(self) -> Peer:
-        # Remembered, since the system reports the error of a socket only once.
+        # Kept, since the system reports the error of a socket only once.
         self._gone = self._gone or (peer := peer_of(self.sock)) == "gone"
         return "gone" if self._gone else peer
 
     def finish(self, silence_s: float, linger_s: float) -> None:
-        """Ends our side, then drops what still comes until the client ends its own, is silent, or takes too long.
+        """Ends this side, then drops what still comes until the client ends its side, is silent, or takes too long.
 
-        Closing with unread bytes makes the system send a reset, which can destroy the reply before the client has
-        read it (RFC 9112 9.6). Many clients begin to read when all of their body is sent; a reset in the middle of that
-        is to a client with TLS a breach of its protocol, after which it does not read at all.
+        Closing with unread bytes makes the system send a reset, which can destroy the reply before the client has read
+        it (RFC 9112 9.6). Many clients start reading only after they have sent their whole body. A TLS client takes a
+        reset for a violation of the protocol and does not read at all.
         """
         with suppress(OSError, ValueError):  # a peer that is gone needs no close_notify
             self._close_notify()
         hang_up(self.sock, socket.SHUT_WR)
         deadline = time.monotonic() + linger_s
-        with suppress(OSError):  # time is up, or the peer has reset: either way there is no more to wait for
+        with suppress(OSError):  # the time is up, or the peer has reset: there is nothing more to wait for
             while (left_s := deadline - time.monotonic()) > 0:
                 self.sock.settimeout(min(silence_s, left_s))
                 if not socket.socket.recv(self.sock, _READ_BYTES):
@@ -163,6 +163,6 @@ class Channel:
 
     def _close_notify(self) -> None:
         if isinstance(self.sock, ssl.SSLSocket):
-            # Not waiting for the peer's own: what it still sends is thrown away unread.
+            # Does not wait for the peer's close_notify: what it still sends is thrown away unread.
             self.sock.settimeout(0)
             self.sock.unwrap()

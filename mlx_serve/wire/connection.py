@@ -1,18 +1,18 @@
-"""One connection, on its thread: TLS handshake, then one request after another until it ends.
+"""One connection, on its thread: the TLS handshake, then one request after another.
 
     handle
         handshake
         handle_one_request, again and again
-            wait for a first byte             idle: may be hung up by a drain, or to make room
+            wait for a first byte             idle: a drain or an eviction may end it
             receive_head                      under the head's deadline
             Exchange.run                      running: a drain waits for it
     finish                                    lingering close
 
-A connection that waits for its client may be hung up at any time to make room for another one (connections.py).
+A connection that waits for its client may be ended at any time to free its place (connections.py).
 
-Of BaseHTTPRequestHandler this uses the life of a connection: ``handle`` with ``close_connection``, and ``finish``. Its
-header parser is not used: it drops a Content-Length behind a line without a colon, takes the last of two, and accepts
-bare line feeds. Method, path and headers are those of a ``Head``, which framing.py has judged.
+Of BaseHTTPRequestHandler this uses the life cycle of a connection: ``handle`` with ``close_connection``, and ``finish``.
+Its header parser is not used: it drops a Content-Length behind a line without a colon, takes the last of two, and
+accepts bare line feeds. Method, path and headers come from a ``Head`` of framing.py.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Connection(BaseHTTPRequestHandler):
         self._channel = channel
         self._n_requests = 0
         self._linger = False
-        # Serves the connection from here to its end.
+        # This call serves the connection to its end.
         super().__init__(channel.sock, client, server)
 
     def setup(self) -> None:
-        """Nothing: the channel stands in for rfile and wfile."""
+        """Does nothing: the channel replaces rfile and wfile."""
 
     def handle(self) -> None:
         try:
@@ -88,10 +88,10 @@ class Connection(BaseHTTPRequestHandler):
             self._n_requests += 1
 
     def _first_bytes(self) -> bytes:
-        """Waits for a request: a fresh connection is to send one soon, a kept one may rest."""
+        """Waits for a request: a new connection has to send one soon, a kept one may be idle."""
         options = self._setting.options
         wait_s = options.idle_timeout_s if self._n_requests else options.head_timeout_s
-        # Pipelined bytes are a request that is already here.
+        # Pipelined bytes are the beginning of the next request.
         if self._n_requests and not self._channel.leftover and not self._roster.rest(self._channel):
             return b""
         raw = self._channel.read(time.monotonic() + wait_s)

@@ -1,7 +1,7 @@
-"""Who is connected and what runs: the one place where the threads of the HTTP side meet.
+"""All connections and running requests: the one place where the threads of the HTTP side meet.
 
-Every connection has an entry here from accept to close. Draining, the limit on connections and shutting down are
-questions to the roster. Whoever waits for its client, and not for us, can be evicted. Must not know HTTP.
+Every connection has an entry here from accept to close. The roster drains, limits the number of connections, and ends
+them at shutdown. A connection that waits for its client, and not for the server, can be evicted. Must not know HTTP.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Literal, TypeAlias
 from mlx_serve.wire.channel import Channel, hang_up
 
 # Idle: until the first byte of a request. Head, body: being read. Running: until the reply has ended. Lingering: the
-# connection's last reply is out, and the client has yet to close.
+# connection's last reply is sent, and the client has not closed yet.
 State: TypeAlias = Literal["idle", "head", "body", "running", "lingering"]
 
-# Younger than this, a connection without a whole request is most likely just about to send it.
+# A connection younger than this, without a whole request, is most likely about to send one.
 _MIN_WAIT_S = 1.0
-# A reply is being taken too slowly to keep others out: so many bytes a second, after so many seconds.
+# A client takes a reply too slowly to keep its place below this many bytes a second, after this many seconds.
 _MIN_WRITE_S = 5.0
 _SLOW_BYTES_PER_S = 10_000
 
@@ -39,10 +39,10 @@ class RosterEntry:
         self._n_read_before = self.channel.n_read
 
     def rank(self, now: float) -> tuple[int, float, float] | None:
-        """The place with the lowest rank is the first to be evicted; None: this one is not.
+        """The place with the lowest rank is evicted first; None: this place cannot be evicted.
 
-        Of a lingering connection nothing is lost but its politeness. Among those that send, the slowest is the one
-        most likely never to end. A running request is lost only when its client hardly takes the reply.
+        Evicting a lingering connection loses nothing but a polite end. Of clients that send, the slowest is the most
+        likely never to finish. A running request is evicted only if its client hardly takes the reply.
         """
         age_s = now - self.since
         if self.state == "lingering":
@@ -74,7 +74,7 @@ class Roster:
             return len(self._places)
 
     def enter(self, channel: Channel, thread: threading.Thread) -> bool:
-        """False when it is full of connections that must stay; another one gives way."""
+        """False when all places are taken by connections that must stay; otherwise another one may be evicted."""
         with self._changed:
             if len(self._places) >= self._max_connections and not self._evict():
                 return False
@@ -88,7 +88,7 @@ class Roster:
                 self._leaving.add(place.thread)
 
     def rest(self, channel: Channel) -> bool:
-        """The connection, which has had a reply, now waits for another request; False when it should not."""
+        """The connection has had a reply and waits for its next request; False when it should close instead."""
         with self._changed:
             if channel not in self._places or self._draining:
                 return False
@@ -96,13 +96,13 @@ class Roster:
             return True
 
     def stage(self, channel: Channel, state: State) -> None:
-        """What the connection waits for from now on."""
+        """Sets what the connection waits for from now on."""
         with self._changed:
             if place := self._places.get(channel):
                 place.enter(state)
 
     def begin(self, channel: Channel) -> None:
-        """A request's head has ended; a drain waits for it until ``end``."""
+        """A request's head is complete; a drain waits for the request until ``end``."""
         with self._changed:
             self._n_running += 1
         self.stage(channel, "running")
@@ -113,7 +113,7 @@ class Roster:
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
-        """No new requests from now on; waits for those that run."""
+        """Refuses new requests from now on, and waits for the running ones."""
         with self._changed:
             self._draining = True
             for place in self._places.values():
@@ -128,7 +128,7 @@ class Roster:
                 hang_up(place.channel.sock)
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the threads of all connections; those that have left are about to end too."""
+        """Waits for the threads of all connections, including threads that have left and are about to end."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             threads = {place.thread for place in self._places.values()} | self._leaving
@@ -138,7 +138,7 @@ class Roster:
         return not any(thread.is_alive() for thread in running)
 
     def evict(self) -> bool:
-        """Makes room by ending the connection that is the least loss, if there is one that may be ended."""
+        """Frees a place by ending the connection with the lowest rank, if any may be ended."""
         with self._changed:
             return self._evict()
 

@@ -1,14 +1,15 @@
-"""One request and its reply: let it in, read its body, run it, send the answer, write the log line.
+"""One request and its reply: admit it, read its body, run it, send the answer, write the log line.
 
     Exchange.run
         a Refusal instead of a head          -> its status, close
         admission.admit                      -> a refusal or an answer that needs no body
         receive_body                         -> 413, 417, 100 Continue, the bytes
         application(RawRequest)              -> Response
-        Reply.send                           -> whole, or a stream whose client is asked after before each piece
+        Reply.send                           -> whole, or a stream; before each piece the client is checked
 
-The ways it can end: answered, and kept or closed; refused with the body unread, closed after lingering; client gone
-(499 in the log); a stream broken off (closed without its last chunk, so that the client can tell).
+An exchange can end in these ways: answered, and the connection kept or closed; refused with the body unread, closed
+after lingering; client gone (499 in the log); stream broken off (closed without its last chunk, so that the client
+knows).
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from mlx_serve.wire.request_log import RequestLog, log_request
 from mlx_serve.wire.request_reader import receive_body
 from mlx_serve.wire.server_options import Application, ServerOptions
 
-# Kept: the next byte begins a request. Gone: there is nobody to be polite to.
+# Kept: the next byte begins a request. Gone: no client is left, so the connection closes without lingering.
 Ending: TypeAlias = Literal["kept", "closed", "gone"]
 
 _log = logging.getLogger("mlx_serve.wire")
 
-# The date of the REST API's contract, which OpenAI has sent with every answer since.
+# The date of the REST API's contract; OpenAI has sent this value with every answer since.
 OPENAI_VERSION = "2020-10-01"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# Up to this size a refused body that is already here is dropped, so that the connection can be kept.
+# A refused body up to this size that is already here is dropped, so that the connection can be kept.
 _MAX_DISCARD_BYTES = 64 * 1024
-# Of a body, at log level DEBUG.
+# How much of a body is logged, at log level DEBUG.
 _MAX_LOGGED_BYTES = 4096
 _MAX_PROBES = 2
 _PROBE_EVERY_S = 0.5
@@ -54,7 +55,7 @@ _PROBE_EVERY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all exchanges of a server share."""
+    """Values that all exchanges of a server share."""
 
     options: ServerOptions
     application: Application
@@ -63,7 +64,7 @@ class Setting:
 
 
 class Exchange:
-    """``stage`` is told what the request waits for: its own body, or its answer."""
+    """``stage`` is called with what the request waits for: its own body, or its answer."""
 
     def __init__(
         self,
@@ -86,9 +87,9 @@ class Exchange:
         self._notes: dict[str, str | int] = {}
         self._n_written_before = channel.n_written
         self._n_body = 0
-        # Of the budget for all bodies.
+        # Bytes held of the budget for all bodies.
         self._n_held = 0
-        # Where the body ends is known and it has been read up to there: the next byte begins a request.
+        # The body's end is known and has been reached: the next byte begins a request.
         head = self._head
         self._in_step = head is not None and head.body in (None, 0) and not length_is_missing(head)
         self._kept = False
@@ -115,24 +116,25 @@ class Exchange:
         return "kept" if self._kept else "closed"
 
     def alive(self) -> bool:
-        """Whether the client may still read. To be called on the thread of the request."""
+        """Whether the client may still read. Call it only on the thread of the request."""
         peer = self._channel.peer()
         return self._probe() if peer == "eof" else peer == "open"
 
     def _writable(self) -> bool:
-        """The same before a write, which is as good as a probe."""
+        """The same before a write. It sends no probe, since the write itself is one."""
         return self._channel.peer() != "gone"
 
     def _probe(self) -> bool:
-        """The client has ended its sending: it may have closed, or wait for the reply with its side shut (both look
-        the same). A few bytes of the reply tell: a closed socket answers them with a reset. A second write, a while
-        later, fails where the system does not report the reset.
+        """Finds out whether a client that has ended its sending is gone or waits for the reply; both look the same.
+
+        A closed socket answers a few bytes of the reply with a reset. Where the system does not report the reset, a
+        second write, a while later, fails.
         """
         now = time.monotonic()
         if self._n_probes < _MAX_PROBES and now - self._probed_at >= _PROBE_EVERY_S:
             self._n_probes += 1
             self._probed_at = now
-            with suppress(ClientGone):  # the channel remembers
+            with suppress(ClientGone):  # the channel remembers it
                 self._reply.probe()
         return self._channel.peer() != "gone"
 
@@ -140,13 +142,13 @@ class Exchange:
         try:
             self._send(self._respond())
         except (ApiError, Refusal) as error:
-            # Once the head is out there is no place for another status.
+            # Once the head is sent, no other status can be sent.
             if self._reply.head_sent:
                 raise
             self._send(self._error(self._noted(error)))
 
     def _noted(self, error: ApiError | Refusal) -> ApiError:
-        """Of an ApiError the log has no message: it may repeat a part of the body."""
+        """Keeps an error for the log. An ApiError's message is left out, since it may repeat a part of the body."""
         if isinstance(error, ApiError):
             self._note("error", error.code or error.type)
             return error
@@ -182,7 +184,7 @@ class Exchange:
         if head.body in (None, 0):
             return b""
         self._stage("body")
-        # Just before the body is read, and not when it is already coming (RFC 9110 10.1.1).
+        # Sent just before the body is read, and not if the body is already coming (RFC 9110 10.1.1).
         if head.expect is not None and not self._channel.leftover:
             self._channel.write(_CONTINUE)
         body = receive_body(self._channel, decoder, options, options.body_timeout_s, self._hold)
@@ -197,9 +199,9 @@ class Exchange:
         self._n_held += n_bytes
 
     def _discard_body(self, head: Head) -> None:
-        """Drops the body of a request that is refused, if it is small and already here; else the connection will close.
+        """Drops the body of a refused request if it is small and already here; otherwise the connection will close.
 
-        Waiting for it would let anybody, without a key, hold a place and delay the refusal.
+        Waiting for the body would let anybody, without a key, hold a place and delay the refusal.
         """
         if not self._in_step and isinstance(head.body, int) and head.body <= _MAX_DISCARD_BYTES and not head.expect:
             self._in_step = self._channel.discard_ready(head.body)
@@ -217,15 +219,16 @@ class Exchange:
 
     def _fail(self) -> None:
         if self._reply.head_sent:
-            # Closing without the last chunk is how the client learns that the stream is not whole (RFC 9112 8).
+            # A connection that closes without the last chunk tells the client that the stream is incomplete (RFC 9112
+            # 8).
             self._kept = False
             self._note("broken", "the stream failed")
             return
-        with suppress(ClientGone):  # the failure is in the log; that nobody waits for its status is no other one
+        with suppress(ClientGone):  # the failure is in the log already; without a client, nobody needs its status
             self._send(self._error(internal_error(self._request_id)))
 
     def _error(self, error: ApiError) -> Response:
-        """The application's words, with the header fields of the error if it left them out."""
+        """The application's form of an error, with the error's header fields if the application left them out."""
         response = self._target.error(error, self._request_id)
         there = {name.lower() for name, _ in response.headers}
         missing = tuple(field for field in error.headers if field[0].lower() not in there)
@@ -258,8 +261,8 @@ class Exchange:
 
 
 def own_fields(options: ServerOptions, request_id: str) -> Fields:
-    """What every reply says of itself."""
-    # The id by OpenAI's name and by Anthropic's: their clients read one each.
+    """Header fields that every reply has."""
+    # The request's id under OpenAI's name and under Anthropic's: each client reads one of them.
     ids = (("x-request-id", request_id), ("request-id", request_id))
     return (("Server", options.server_name), *ids, ("openai-version", OPENAI_VERSION))
 
@@ -269,6 +272,6 @@ def new_request_id() -> str:
 
 
 def _request_id(head: Head | None) -> str:
-    """The client's, if it can stand in a header and a log; its own log lines then find ours."""
+    """The client's id, if it is safe in a header and in a log, so that both sides' logs have the same id."""
     given = head.headers.get("x-request-id", "") if head else ""
     return given if _REQUEST_ID.fullmatch(given) else new_request_id()

@@ -1,7 +1,7 @@
-"""The accept loop: a thread for each connection, a short 503 to those beyond the limit.
+"""The accept loop: a thread for each connection, and a short 503 for connections beyond the limit.
 
-It never waits for a client: handshakes and replies happen on the connections' threads, and a connection that is
-turned away is written to only as far as the system takes it at once.
+The loop never waits for a client: handshakes and replies happen on the connections' threads. To a refused connection it
+writes only what the system takes at once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _log = logging.getLogger("mlx_serve.wire")
 
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _UNIX_CLIENT = ("unix", 0)
-# How often a lasting shortage of descriptors is told of, and how soon accepting is tried again.
+# How often a lasting shortage of descriptors is logged, and the pause before accepting again.
 _SHORTAGE_EVERY_S = 60.0
 _SHORTAGE_WAIT_S = 0.05
 
 
 class Doorstep:
-    """Connections that were turned away. They stay for a moment, so that the client reads why, and are then closed."""
+    """Refused connections. They stay open for a moment, so that the client can read why, and are then closed."""
 
     _MAX = 64
 
@@ -45,7 +45,7 @@ class Doorstep:
         self._turned_away: deque[tuple[float, socket.socket]] = deque()
 
     def turn_away(self, sock: socket.socket, reply: bytes) -> None:
-        with suppress(OSError):  # gone already, or not taking it: it is closed below all the same
+        with suppress(OSError):  # the client is gone or does not read: ``sweep`` closes the connection all the same
             sock.setblocking(False)
             if reply:
                 sock.send(reply)
@@ -55,7 +55,7 @@ class Doorstep:
             self._close(self._turned_away.popleft()[1])
 
     def sweep(self) -> float | None:
-        """Closes those whose time is up; the seconds to the next one."""
+        """Closes connections whose time is up; returns the seconds until the next one."""
         now = time.monotonic()
         while self._turned_away and self._turned_away[0][0] <= now:
             self._close(self._turned_away.popleft()[1])
@@ -67,7 +67,7 @@ class Doorstep:
 
     @staticmethod
     def _close(sock: socket.socket) -> None:
-        with suppress(OSError):  # what the client sent is read, or closing would reset the reply
+        with suppress(OSError):  # reads what the client sent, since closing with unread bytes would reset the reply
             socket.socket.recv(sock, 64 * 1024)
         sock.close()
 
@@ -94,7 +94,7 @@ class Listener(ThreadingHTTPServer):
         self._uds_inode: tuple[int, int] | None = None
         self.address_family = socket.AF_UNIX if options.uds else sockets.family_of(options.address)
         self.request_queue_size = options.backlog
-        # finish_request makes the Connections, which take more than the server hands a handler.
+        # finish_request makes the Connections, which take more arguments than socketserver gives a handler.
         super().__init__(options.address, BaseHTTPRequestHandler, bind_and_activate=False)
         self._wake_reader, self._wake_writer = socket.socketpair()
         try:
@@ -105,7 +105,7 @@ class Listener(ThreadingHTTPServer):
             raise
 
     def server_bind(self) -> None:
-        """Without HTTPServer's look-up of the host's full name, which can take long and is used nowhere."""
+        """Leaves out HTTPServer's look-up of the host's full name, which can take long and is not used."""
         options = self._setting.options
         if options.uds:
             sockets.bind_uds(self.socket, options.uds)
@@ -113,15 +113,15 @@ class Listener(ThreadingHTTPServer):
         else:
             sockets.bind_tcp(self.socket, options.address)
             self.server_address = self.socket.getsockname()
-        # A client that resets between select and accept would else block the loop.
+        # Otherwise a client that resets between select and accept would block the loop.
         self.socket.setblocking(False)
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
-        """Returns after ``stop``. Woken by events alone, so ``poll_interval`` has no meaning here."""
+        """Returns after ``stop``. Only events wake it, so ``poll_interval`` has no effect."""
         self._loop = threading.current_thread()
         self._not_serving.clear()
         try:
-            # Asked after the line above, or a stop in between would close the socket under the loop.
+            # Checked after the line above; otherwise a stop in between would close the socket under the loop.
             if self._stopping.is_set():
                 return
             with selectors.DefaultSelector() as selector:
@@ -138,7 +138,7 @@ class Listener(ThreadingHTTPServer):
         if self._loop is threading.current_thread() and not self._not_serving.is_set():
             raise RuntimeError("the accept loop cannot wait for its own end")
         self._stopping.set()
-        with suppress(OSError):  # closed: then there is no loop to wake
+        with suppress(OSError):  # closed already, so there is no loop to wake
             self._wake_writer.send(b"x")
         self._not_serving.wait()
 
@@ -150,16 +150,16 @@ class Listener(ThreadingHTTPServer):
         self._remove_uds()
 
     def get_request(self) -> tuple[Any, Any]:
-        """A Channel, which socketserver then hands to the methods below as its request, and the client's address."""
+        """A Channel, which socketserver passes to the methods below as its request, and the client's address."""
         sock, client = self.socket.accept()
-        # Some systems pass the listener's non-blocking mode on.
+        # Some systems copy the listener's non-blocking mode.
         sock.setblocking(True)
         if sock.family == socket.AF_UNIX:
             client = _UNIX_CLIENT
         else:
             sockets.tune(sock)
         if self._tls is not None:
-            # The handshake is the connection's own affair: here it would hold up everybody.
+            # The handshake runs on the connection's own thread: here it would hold up all others.
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         return Channel(sock, self._setting.options.write_timeout_s), client
 
@@ -169,12 +169,12 @@ class Listener(ThreadingHTTPServer):
         )
         if not self._roster.enter(request, thread):
             reply = self._full()
-            # Under TLS nothing can be said before the handshake.
+            # Under TLS nothing can be sent before the handshake.
             self._doorstep.turn_away(request.sock, b"" if self._tls else reply)
             return
         try:
             thread.start()
-        except RuntimeError:  # no more threads to be had
+        except RuntimeError:  # no more threads can be started
             _log.warning("no thread for a connection: closing it")
             self.shutdown_request(request)
 
@@ -182,9 +182,9 @@ class Listener(ThreadingHTTPServer):
         Connection(request, client_address, self, self._setting, self._roster)
 
     def shutdown_request(self, request: Any) -> None:
-        """Off the roster first: nobody may hang up a descriptor that is somebody else's by now."""
+        """Leaves the roster first, so that nobody hangs up a descriptor that by then belongs to another connection."""
         self._roster.leave(request)
-        with suppress(OSError):  # the descriptor is given back even when closing reports an error
+        with suppress(OSError):  # the descriptor is released even if closing reports an error
             request.sock.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -203,19 +203,19 @@ class Listener(ThreadingHTTPServer):
         self.process_request(request, client)
 
     def _relieve(self) -> None:
-        """Out of descriptors: gives up what can be given up, and lets the threads of what was evicted close theirs."""
+        """After running out of descriptors: evicts connections, and lets their threads close their descriptors."""
         now = time.monotonic()
         if now - self._shortage_told_at >= _SHORTAGE_EVERY_S:
             self._shortage_told_at = now
             _log.warning("no file descriptors for another connection (ulimit -n): the slowest ones are closed")
         self._doorstep.clear()
         self._roster.evict()
-        # The connection stays in the queue: without a pause the loop would spin.
+        # The connection stays in the queue, so without a pause the loop would spin.
         self._stopping.wait(_SHORTAGE_WAIT_S)
 
     def _remove_uds(self) -> None:
         path, inode = self._setting.options.uds, self._uds_inode
-        with suppress(FileNotFoundError):  # somebody has tidied up
-            # Not if another server has taken the place.
+        with suppress(FileNotFoundError):  # somebody has removed it already
+            # Not removed if another server now listens there.
             if path and inode and sockets.inode_of(path) == inode:
                 os.unlink(path)

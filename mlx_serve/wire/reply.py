@@ -1,6 +1,6 @@
-"""Responses into bytes: status line, header fields, and the body whole, chunked, or until the connection closes.
+"""Writes responses as bytes: status line, header fields, and the body whole, chunked, or until the connection closes.
 
-Knows how a reply is framed (RFC 9112 6) and that its iterator is closed however it ends; must not know where the
+Knows how a reply is framed (RFC 9112 6), and closes its iterator however the reply ends; must not know where the
 response came from.
 """
 
@@ -22,7 +22,7 @@ Fields = tuple[tuple[str, str], ...]
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 # No CR, LF or other control byte: a value that ends its line could begin a second reply (RFC 9112 11.1).
 _VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-# What every reply begins with, whatever becomes of its request.
+# The beginning of every reply, whatever its status.
 _BEGINNING = b"HTTP/1.1 "
 _NO_BODY = frozenset({204, 304})
 _LAST_CHUNK = b"0\r\n\r\n"
@@ -32,7 +32,7 @@ _STREAM_FIELDS: Fields = (("Cache-Control", "no-cache"), ("X-Accel-Buffering", "
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a request wants its reply: HEAD no body, HTTP/1.0 no chunks, and what becomes of the connection after it."""
+    """How to send the reply: no body to HEAD, no chunks to HTTP/1.0, and whether the connection is kept after it."""
 
     is_head: bool = False
     http_1_0: bool = False
@@ -62,8 +62,8 @@ def _phrase(status: int) -> str:
 
 
 def whole(response: Response, body: bytes, fields: Fields, manner: Manner) -> bytes:
-    """Head and body in one piece: in two, the second would wait for the first one's acknowledgement."""
-    # RFC 9110 8.6: no Content-Length with 204; and what HEAD is told is the length that GET would have.
+    """Head and body in one write: a second write would wait for the acknowledgement of the first."""
+    # RFC 9110 8.6: no Content-Length with 204; HEAD gets the length that GET would have.
     length: Fields = () if response.status in _NO_BODY else (("Content-Length", str(len(body))),)
     head = head_bytes(response.status, _described(response) + fields + length + _connection(manner))
     return head if manner.is_head or response.status in _NO_BODY else head + body
@@ -78,17 +78,17 @@ def _described(response: Response) -> Fields:
 def _connection(manner: Manner) -> Fields:
     if not manner.keep:
         return (("Connection", "close"),)
-    # RFC 9112 9.3: to HTTP/1.0 persistence has to be said.
+    # RFC 9112 9.3: HTTP/1.0 needs keep-alive in the reply.
     return (("Connection", "keep-alive"),) if manner.http_1_0 else ()
 
 
 class Reply:
-    """Sends one response. ``head_sent`` tells whether another one could still take its place."""
+    """Sends one response. ``head_sent`` says whether it is too late for another response."""
 
     def __init__(self, channel: Channel, alive: Callable[[], bool]) -> None:
         self._channel = channel
         self._alive = alive
-        # Written between two pieces of a stream, and its client skips it; b"": there is no such thing.
+        # Text that may be written between two pieces of a stream and that clients skip; b"" if there is none.
         self._filler = b""
         self._n_ahead = 0
         self.head_sent = False
@@ -97,7 +97,7 @@ class Reply:
     def probe(self) -> None:
         """Writes a few bytes that change nothing: the next one of those that all replies begin with, or a comment.
 
-        Without anything to write it does nothing: the next piece will tell whether the client is there.
+        If there is nothing to write it does nothing: the next piece will show whether the client is there.
         """
         if self.head_sent:
             ahead = self._filler
@@ -115,12 +115,12 @@ class Reply:
         try:
             return self._stream(response, response.body, fields, manner)
         finally:
-            # Closing is cancelling, whatever happened above.
+            # Closing cancels the request, whatever happened above.
             if close := getattr(response.body, "close", None):
                 close()
 
     def _stream(self, response: Response, pieces: Iterator[bytes], fields: Fields, manner: Manner) -> bool:
-        # HTTP/1.0 has no chunks: there the end of the connection ends the body (RFC 9112 6.3).
+        # HTTP/1.0 has no chunks, so the end of the connection ends the body (RFC 9112 6.3).
         chunked = not manner.http_1_0
         if not chunked:
             manner = Manner(manner.is_head, manner.http_1_0, keep=False)
@@ -129,9 +129,9 @@ class Reply:
         if manner.is_head:
             self._write(response.status, unsent)
             return manner.keep
-        # The first piece goes with the head: until it is there, a failure still gets its own status.
+        # The first piece is sent together with the head: until it is there, a failure still gets its own status.
         for piece in pieces:
-            # The first write after a hang-up still succeeds: ask before each.
+            # The first write after a hang-up still succeeds, so the client is checked before each write.
             if not self._alive():
                 raise ClientGone("hung up during the stream")
             # An empty chunk would end the body.

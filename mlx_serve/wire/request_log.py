@@ -13,13 +13,13 @@ from mlx_serve.values import ACCESS_LOG
 
 access_log = logging.getLogger(ACCESS_LOG)
 
-_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII but blank, quote, equals sign and backslash
+_PLAIN = re.compile(r"[!#-<>-\[\]-~]+")  # printable ASCII without blank, quote, equals sign and backslash
 _MAX_TEXT = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """``method`` and ``path`` are "-" where the bytes were no request. ``route`` is for counting, and not written."""
+    """``method`` and ``path`` are "-" if the bytes were not a request. ``route`` is for metrics and not written."""
 
     method: str
     path: str

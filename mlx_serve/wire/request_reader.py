@@ -1,4 +1,4 @@
-"""Heads and bodies off a channel, under deadlines: where the sans-IO readers meet the clock.
+"""Reads heads and bodies from a channel, under deadlines: connects the sans-IO parsers with the clock.
 
 Must not know routes or replies.
 """
@@ -16,7 +16,7 @@ from mlx_serve.wire.server_options import ServerOptions
 
 
 def receive_head(channel: Channel, limits: FramingLimits, raw: bytes, deadline: float) -> Head | Refusal | None:
-    """``raw`` is its beginning. None: the client ended without having begun a request."""
+    """``raw`` is the beginning of the head. None: the client ended without having begun a request."""
     reader = HeadReader(limits)
     try:
         while (head := reader.feed(raw)) is None:
@@ -37,7 +37,7 @@ def _cut(reader: HeadReader, status: int, message: str) -> Refusal | None:
 def receive_body(
     channel: Channel, decoder: BodyDecoder, options: ServerOptions, timeout_s: float, hold: Callable[[int], None]
 ) -> bytes:
-    """``hold`` is told of bytes before they are kept, and may raise."""
+    """Calls ``hold`` with a number of bytes before they are kept; ``hold`` may raise."""
     started = time.monotonic()
     body = bytearray()
     n_received = 0
@@ -55,7 +55,7 @@ def receive_body(
 
 
 def _patience_s(options: ServerOptions, n_received: int) -> float:
-    """How long an upload of so many bytes may have taken; each byte buys the time that the slowest rate gives it."""
+    """How long an upload of that many bytes may have taken; each byte adds its time at the lowest rate."""
     if options.body_min_bytes_per_s <= 0:
         return math.inf
     return options.head_timeout_s + n_received / options.body_min_bytes_per_s

@@ -1,10 +1,10 @@
-"""The HTTP server as its owner sees it: bind, serve, drain, close.
+"""The HTTP server's interface for its owner: bind, serve, drain, close.
 
 Server                        this file
   Listener                    accept loop, a thread per connection
     Connection                one request after another
       Exchange                one request: admission -> body -> application -> reply
-  Roster                      who is connected, what runs
+  Roster                      connections and running requests
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger("mlx_serve.wire")
 
 
 class Server:
-    """Bound once constructed; OSError if that fails. Methods may be called from any thread, but ``close`` not from the
-    one in ``serve_forever`` (so not from its signal handlers either): it waits for it.
+    """Bound once constructed; OSError if that fails. Methods may be called from any thread, with one exception:
+    ``close`` waits for ``serve_forever``, so it must not be called from that thread, nor from its signal handlers.
     """
 
     def __init__(self, application: Application, options: ServerOptions) -> None:
@@ -39,7 +39,7 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int] | str:
-        """Host and port, with the port that was given for 0; or the path of the Unix socket."""
+        """Host and port, with the actual port if 0 was given; or the path of the Unix socket."""
         if self._options.uds:
             return self._options.uds
         host, port = self._listener.server_address[:2]
@@ -54,11 +54,11 @@ class Server:
         self._listener.serve_forever()
 
     def drain(self, timeout_s: float) -> bool:
-        """New requests get 503 from now on, idle connections are closed. Whether all running ones came to their end."""
+        """Refuses new requests with 503, closes idle connections, and returns whether all requests have ended."""
         return self._roster.drain(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends everything: a request that still runs finds its client gone. No socket and no file is left."""
+        """Ends everything: a request that still runs finds its client gone. No socket and no file remains."""
         self._listener.stop()
         self._listener.server_close()
         self._roster.hang_up_all()
@@ -67,7 +67,7 @@ class Server:
 
     def _full(self) -> bytes:
         error = unavailable("too many connections", code="too_many_connections")
-        # Nothing was read of the request, so its path is not known.
+        # The request was not read, so its path is not known.
         request_id = new_request_id()
         response = self._application.find("").error(error, request_id)
         body = response.body if isinstance(response.body, bytes) else b""

@@ -8,10 +8,10 @@ import ssl
 import stat
 from contextlib import closing
 
-# How much of a reply the system holds unsent before it has us wait. By default these are megabytes, and a client that
-# reads slowly then looks for minutes like one that reads nothing.
+# How much of a reply the system may hold unsent before a write waits. The default is megabytes; a client that reads
+# slowly then looks for minutes as if it read nothing.
 _MAX_UNSENT_BYTES = 128 * 1024
-# A dead peer that never sent a reset is found out after about two minutes.
+# A dead peer that never sent a reset is noticed after about two minutes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPALIVE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
@@ -21,7 +21,7 @@ def family_of(address: tuple[str, int]) -> socket.AddressFamily:
 
 
 def bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
-    # A restart must not wait for the connections of the last run to be forgotten.
+    # A restart must not wait until the system forgets the connections of the last run.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sock.family == socket.AF_INET6 and address[0] == "::":
         sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -30,7 +30,7 @@ def bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
 
 def bind_uds(sock: socket.socket, path: str) -> None:
     _remove_stale(path)
-    # A later chmod would leave it open to everybody for a moment.
+    # With a later chmod, the socket would be open to everybody for a moment.
     mask = os.umask(0o177)
     try:
         sock.bind(path)
@@ -39,7 +39,7 @@ def bind_uds(sock: socket.socket, path: str) -> None:
 
 
 def _remove_stale(path: str) -> None:
-    """Of a run that was killed: a socket on which nobody accepts. Anything else is left, and bind will say so."""
+    """Removes the socket of a killed run, on which nobody accepts. Anything else stays, and bind reports it."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             return
@@ -58,7 +58,7 @@ def inode_of(path: str) -> tuple[int, int]:
 
 
 def tune(sock: socket.socket) -> None:
-    """For an accepted TCP socket: events go out at once, dead peers are noticed, slow ones are seen to be reading."""
+    """For an accepted TCP socket: events are sent at once, dead peers and slow readers are noticed."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (*_KEEPALIVE, ("TCP_NOTSENT_LOWAT", _MAX_UNSENT_BYTES)):

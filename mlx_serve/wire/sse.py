@@ -1,4 +1,4 @@
-"""Server-sent events as bytes. One line of data per event; knows nothing of what is in it."""
+"""Server-sent events as bytes, with one line of data per event. Knows nothing of the data."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(data: str, name: str = "") -> bytes:
-    """``name`` is for clients that tell events apart by it; without one there is no line for it."""
-    # A line break would end the field and begin another one: such data is the caller's fault, not the client's.
+    """``name`` is for clients that distinguish events by it; without a name, the event has no such line."""
+    # A line break would end the field and begin another one. The caller must prevent it, so this is not a client error.
     if _breaks(data) or _breaks(name):
         raise ValueError("the data of an event is one line, and so is its name")
     named = f"event: {name}\n" if name else ""
