@@ -1,4 +1,4 @@
-"""What a model's answers look like, worked out once from its tokenizer: regions, tool calls, control tokens."""
+"""The format of a model's answers, derived once from its tokenizer: regions, tool calls, control tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from mlx_serve.text.symbols import Region, Splitter, Symbols
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import TAG, Gate
 
-# Markers of reasoning that mlx-lm does not know or that are plain text: what opens and closes it, and what else the
-# template puts around an answer. The first row of which the template has all.
+# Markers of reasoning that mlx-lm does not know or that are plain text: what opens and closes it, and other markers
+# that the template puts around an answer. The first row whose markers are all in the template applies.
 _THINK: tuple[tuple[str, ...], ...] = (
     ("[THINK]", "[/THINK]"),
     ("<seed:think>", "</seed:think>"),
@@ -41,7 +41,7 @@ _THINK: tuple[tuple[str, ...], ...] = (
 )
 _REGIONS: Mapping[str, Region] = {"normal": "content", "reasoning": "reasoning", "tool": "call", "header": "header"}
 _MAX_KEPT = 16
-# A template that opens the reasoning does so at the very end of the prompt.
+# A template that opens the reasoning does so at the end of the prompt.
 _TAIL_TOKENS = 16
 
 
@@ -49,22 +49,24 @@ _TAIL_TOKENS = 16
 class Formats:
     """How a model writes.
 
-    ``controls``: the control tokens that mean something in an answer, and those that may not be seen. An added token
-    that is ordinary text ("\\n\\n" in some vocabularies) is none.
+    ``controls``: the control tokens that have a meaning in an answer, and those that must not be visible. An added
+    token that is ordinary text ("\\n\\n" in some vocabularies) is not one of them.
     """
 
     tokenizer: Tokenizer
     is_harmony: bool
     think: tuple[str, str] | None
-    # What else stands around an answer, and is no part of it.
+    # Other markers around an answer that are not part of it.
     wrapping: tuple[str, ...]
     calls: CallFormat
     controls: Mapping[int, str]
-    # Those of them that markers are made of.
+    # The control tokens that markers consist of.
     in_markers: Mapping[int, str]
 
     def symbols(self, tools: Sequence[dict[str, Any]]) -> Symbols:
-        """Control tokens as characters, for one answer. Without tools, a call's markers are text where they can be."""
+        """Control tokens as characters, for one answer. Without tools, a call's markers are shown as
+        text if possible.
+        """
         of_calls = {token for token, text in self.in_markers.items() if text in self.calls.opening + self.calls.closing}
         shown = frozenset() if tools else frozenset(of_calls - self.tokenizer.special_ids)
         return Symbols(self.controls, self.in_markers, shown)
@@ -74,7 +76,7 @@ class Formats:
     ) -> Splitter:
         """A new splitter for one answer. ``forced_call``: its content is one tool call as JSON."""
         if forced_call:
-            # gpt-oss may make a call in its own way before it comes to its content.
+            # gpt-oss may make a call in its own format before its content.
             own = tools if self.is_harmony else ()
             return ForcedCall(self.splitter(symbols, own, in_reasoning=in_reasoning))
         if self.is_harmony:
@@ -101,7 +103,7 @@ class Formats:
         return is_real and self.tokenizer.decode(tail).rstrip().endswith(self.think[0])
 
     def gate(self, *, in_reasoning: bool, with_calls: bool) -> Gate:
-        """Where a grammar for the content takes hold: behind the reasoning, and not in the text of a call."""
+        """Where a grammar for the content applies: after the reasoning, and not in the text of a call."""
         if self.is_harmony:
             return Gate(waiting=True, until=self._ids(harmony.FINAL))
         exits = self._ids(self.calls.opening)[:1] if with_calls else ()
@@ -115,21 +117,21 @@ class Formats:
         return tuple(self.tokenizer.encode(marker, special=False))
 
     def markers(self) -> list[str]:
-        """All markers that count in an answer."""
+        """All markers that have a meaning in an answer."""
         markers = [*(self.think or ()), *self.wrapping, *self.calls.openings(), self.calls.closing]
         markers += self.tokenizer.structural_markers
         markers += [marker for edges in self.tokenizer.transitions.values() for marker, _ in edges]
         return [*markers, *(harmony.CONTROLS if self.is_harmony else ())]
 
     def _layout(self, symbols: Symbols, *, with_calls: bool) -> Layout:
-        """The markers of an answer, by the region in which each counts (as mlx-lm's state machine has them)."""
+        """The markers of an answer, by the region in which each has a meaning (as in mlx-lm's state machine)."""
         edges: dict[Region, list[tuple[str, Region]]] = {"content": [], "reasoning": [], "call": [], "header": []}
         if self.think is not None:
             edges["content"].append((self.think[0], "reasoning"))
             edges["reasoning"].append((self.think[1], "content"))
         if with_calls:
             openings: list[tuple[str, Region]] = [(opening, "call") for opening in self.calls.openings()]
-            # Where a response format leads to calls by itself, they begin nowhere else.
+            # If a response format leads to calls by itself, calls begin nowhere else.
             is_free = not any(to == "tool" for found in self.tokenizer.transitions.values() for _, to in found)
             edges["content"] += openings if is_free else []
             edges["reasoning"] += openings
@@ -143,7 +145,7 @@ class Formats:
 
 @lru_cache(maxsize=_MAX_KEPT)
 def formats(tokenizer: Tokenizer) -> Formats:
-    """What a model's answers look like. Kept, for a vocabulary has thousands of control tokens."""
+    """The format of a model's answers. Kept, because a vocabulary has thousands of control tokens."""
     texts = frozenset(tokenizer.controls.values())
     template = tokenizer.template if tokenizer.has_chat_template else ""
     think, wrapping = _reasoning(tokenizer, template or "")
@@ -164,7 +166,7 @@ def formats(tokenizer: Tokenizer) -> Formats:
 
 
 def _reasoning(tokenizer: Tokenizer, template: str) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """What opens and closes the reasoning, and what else stands around an answer."""
+    """The markers that open and close the reasoning, and other markers around an answer."""
     texts = frozenset(tokenizer.controls.values())
     rows = [row for row in _THINK if all(marker in template for marker in row)]
     rows += [tokenizer.think] if tokenizer.think is not None else []

@@ -1,8 +1,9 @@
-"""From what a request demands of its text (a JSON schema, a regex, ...) to a grammar in llguidance's form, as text.
+"""Turns a request's constraint on its text (a JSON schema, a regex, ...) into a grammar in llguidance's form, as text.
 
-Knows no tokens and no model: the same grammar serves them all. Only this module of ``text`` knows llguidance, which is
-an extra: it is imported when the first grammar comes. What does not compile is a 400 that names the request's field
-and, in a schema, the place. Compiling may take any time and may end the process, so ``api/grammar_child.py`` does it.
+Knows no tokens and no model: one grammar works for all models. In ``text``, only this module knows llguidance.
+llguidance is an extra and is imported with the first grammar. A constraint that does not compile is a 400 that names
+the request's field and, in a schema, the place. Compiling can take very long or end the process, so
+``api/grammar_child.py`` does it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any, Literal
 
 from mlx_serve.values import ApiError
 
-# OpenAI's own bound on a schema's text is 120,000 characters.
+# OpenAI's own limit on a schema's text is 120,000 characters.
 MAX_CHARS = 120_000
-# llguidance bounds most of what compiling costs, and the limits of the process that compiles bound the rest. These
-# bounds give better reasons. In seconds, measured: 3,000 properties 0.3, 9,000 7; 15 patterns that one string must
+# llguidance limits most of the cost of compiling, and the limits of the compiling process cover the rest. The limits
+# below give clearer messages. Measured in seconds: 3,000 properties 0.3, 9,000 7; 15 patterns that one string must
 # match 0.1, 20 of them 10; 500 GBNF rules that lead to each other 0.3, 3,000 more than 12.
 MAX_PARTS = 2_000
 MAX_MEETING_PATTERNS = 12
@@ -27,16 +28,16 @@ MAX_RULES = 500
 # A regex of n optional letters, "a?" * n, takes time and memory that grow with the square of n: 16,000 characters
 # 0.7 s and 150 MB, 80,000 characters 40 s and 4 GB.
 MAX_REGEX_CHARS = 16_384
-# llguidance can force text that only one way continues, as the tokens that its tokenizer makes of it. For the first
-# mask of "((a{1000}){1000}){10}" it works out all of the ten million letters. So forcing is off in every grammar, which
-# the first grammar of a list says for all of them.
+# llguidance can force text that has only one continuation, as the tokens that its tokenizer makes of it. For the first
+# mask of "((a{1000}){1000}){10}" it computes all ten million letters. So forcing is off in every grammar; the first
+# grammar of a list sets this option for all of them.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _NOT_IN_LARK = {"%json": "a JSON schema", "%llguidance": "llguidance's options"}
-# Where in a schema a fault lies is looked for by compiling its parts, for so long at most.
+# The place of a fault in a schema is found by compiling the schema's parts, for at most this long.
 _SEARCH_S = 0.5
 
-# One way to write each value, that of Python's json.dumps: between free spaces a small model never ends. Stated in
-# full, so that a schema's own "x-guidance" has no say.
+# Each value can be written in one way only, that of Python's json.dumps: with free white space a small model never
+# ends. All options are set, so that a schema's own "x-guidance" changes nothing.
 _JSON_STYLE = {
     "item_separator": ", ",
     "key_separator": ": ",
@@ -44,17 +45,17 @@ _JSON_STYLE = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# What llguidance enforces of JSON Schema's formats. Others, "password" or "binary", say nothing about the text.
+# The formats of JSON Schema that llguidance enforces. Others, such as "password" or "binary", do not restrict the text.
 _FORMATS = frozenset(
     ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"]
 )
-# llguidance takes the 29th of February of any year, the year 0 and the second 60, which Python's datetime and thus
-# pydantic refuse. Some days that there are must go with them: there is no calendar in a regex.
+# llguidance accepts the 29th of February of any year, the year 0 and the second 60, which Python's datetime, and so
+# pydantic, refuse. A regex has no calendar, so some valid days are excluded with them.
 _DAY = "^([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-(02-([01][0-9]|2[0-8])|0[13-9]|1)"
 _TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
 _STRICTER = {"date": _DAY, "date-time": f"{_DAY}[0-9-]*T{_TIME}", "time": f"^{_TIME}"}
 
-# What a schema of ``propertyNames`` may say of a string; all else in it is a comment.
+# Keywords of ``propertyNames`` that may restrict a string; all other keywords there are comments.
 _NAME_KEYWORDS = frozenset(
     [
         *("type", "enum", "const", "pattern", "format", "minLength", "maxLength"),
@@ -62,7 +63,7 @@ _NAME_KEYWORDS = frozenset(
     ]
 )
 
-# Where schemas lie inside a schema: by name, in a list, or alone.
+# Where a schema contains other schemas: by name, in a list, or alone.
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LIST = ("anyOf", "oneOf", "allOf", "prefixItems")
 _ALONE = ("items", "additionalProperties")
@@ -70,7 +71,7 @@ _ALONE = ("items", "additionalProperties")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the text must be. ``param`` is the request's field that says so, for errors.
+    """A constraint on the text. ``param`` is the request's field that sets it, for errors.
 
     ``strict`` False: keywords of a JSON schema that cannot be enforced are ignored; True: they are refused.
     """
@@ -83,7 +84,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A tool as it may be called. ``parameters`` is a JSON schema; None: it takes none. ``strict`` as in a Rule."""
+    """A callable tool. ``parameters`` is a JSON schema; None: it takes none. ``strict`` as in a Rule."""
 
     name: str
     parameters: Mapping[str, Any] | None
@@ -112,7 +113,7 @@ def compile_forced_call(functions: Sequence[Function]) -> str:
 
     Raises ApiError 400 that names the tool whose parameters cannot be compiled.
     """
-    # A grammar of its own for each function, so that a reference in its parameters ("#/$defs/...") finds its root.
+    # Each function has its own grammar, so that a reference in its parameters ("#/$defs/...") finds its root.
     calls = [
         f'{_literal(f"""{{"name": {json.dumps(function.name)}, "arguments": """)} @arguments{i} "}}"'
         for i, function in enumerate(functions)
@@ -128,19 +129,19 @@ def compile_forced_call(functions: Sequence[Function]) -> str:
 
 
 def _parameters(function: Function) -> Mapping[str, Any]:
-    # Arguments are an object, whatever else the schema says or leaves open.
+    # Arguments are always an object, whatever the schema says.
     return {"properties": {}, **(function.parameters or {}), "type": "object"}
 
 
 def check_installed(param: str) -> None:
-    """Raises ApiError 400 when the extra is not here."""
+    """Raises ApiError 400 if the extra is not installed."""
     if find_spec("llguidance") is None:
         text = f"'{param}' needs constrained decoding, which is not installed here: pip install 'mlx-serve[structured]'"
         raise ApiError(400, text, param=param)
 
 
 def _free_grammar(rule: Rule) -> str:
-    """GBNF, as llama.cpp has it, or Lark in llguidance's dialect; told apart by Lark's ``start:``."""
+    """GBNF, as in llama.cpp, or Lark in llguidance's dialect, which is recognized by its ``start:``."""
     if len(rule.value) > MAX_CHARS or rule.value.count("::=") > MAX_RULES:
         raise refused(rule.param, f"it is longer than {MAX_CHARS} characters or {MAX_RULES} rules.")
     for word, what in _NOT_IN_LARK.items():
@@ -164,12 +165,12 @@ def _regex(rule: Rule) -> str:
 
 
 def _lark(text: str) -> dict[str, str]:
-    """A Lark grammar that is the first of a list."""
+    """A Lark grammar that stands first in a list."""
     return {"lark_grammar": _OPTIONS + text}
 
 
 def _literal(text: str) -> str:
-    """As a string of a Lark grammar, which is written as JSON writes it."""
+    """A string of a Lark grammar, which is written as in JSON."""
     return json.dumps(text)
 
 
@@ -178,7 +179,7 @@ def _grammar(*grammars: Mapping[str, Any]) -> str:
 
 
 def _fault(grammar: str) -> str:
-    """What llguidance finds wrong, or ""."""
+    """llguidance's error, or ""."""
     if len(grammar) > 2 * MAX_CHARS:
         return f"it is longer than {MAX_CHARS} characters."
     from llguidance import LLMatcher, LLParserLimits
@@ -187,7 +188,7 @@ def _fault(grammar: str) -> str:
 
 
 def _checked_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
-    """The schema as it is compiled. Raises ApiError 400 that says where the fault is."""
+    """The schema in the form that is compiled. Raises ApiError 400 that names the place of the fault."""
     if not isinstance(schema, dict | bool):
         raise refused(param, "a JSON schema must be an object.")
     try:
@@ -199,7 +200,7 @@ def _checked_schema(schema: Any, param: str, *, strict: bool) -> dict[str, Any]:
             raise refused(param, f"the JSON schema cannot be compiled: {fault} (at {_where(tidy, fault)})")
     except RecursionError:
         raise refused(param, "the JSON schema is nested too deeply.") from None
-    except ValueError:  # a number past a double's range
+    except ValueError:  # a number out of a double's range
         raise refused(param, "the JSON schema holds a number that is too large.") from None
     return tidy
 
@@ -227,7 +228,7 @@ def _schema_fault(schema: Any) -> str:
 
 def _tidied(schema: dict[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
     if isinstance(schema, bool):
-        # The schemas of everything and of nothing; options need an object to stand in.
+        # true and false as schemas: options can only stand in an object.
         schema = {} if schema else {"enum": []}
     closed = not any(_meets_others(part) for part in _all_parts(schema))
     tidy = _rebuilt(schema, _close if closed else lambda part: part)
@@ -235,7 +236,7 @@ def _tidied(schema: dict[str, Any] | bool, *, strict: bool) -> dict[str, Any]:
 
 
 def _rebuilt(schema: Any, finish: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """A copy without what would mislead llguidance, with ``finish`` done to each schema in it."""
+    """A copy without keywords that would mislead llguidance; ``finish`` is applied to each schema in it."""
     if not isinstance(schema, dict):
         return schema
     out = {key: value for key, value in schema.items() if key != "x-guidance"}
@@ -262,9 +263,9 @@ def _rewrite_format(schema: dict[str, Any], name: str) -> None:
 
 
 def _rewrite_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
-    """``propertyNames`` in keywords that llguidance knows, where there are some; zod writes one for each record.
+    """Replaces ``propertyNames`` by keywords that llguidance knows, if there are any; zod writes it for each record.
 
-    Names are strings in any case. A list of names makes them optional properties, the only ones there may be.
+    Names are always strings. A list of names becomes optional properties, and no others are allowed.
     """
     wanted = {
         key: value for key, value in names.items() if key in _NAME_KEYWORDS and (key, value) != ("type", "string")
@@ -281,9 +282,9 @@ def _rewrite_names(schema: dict[str, Any], names: dict[str, Any]) -> None:
 
 
 def _close(schema: dict[str, Any]) -> dict[str, Any]:
-    """An object that names its properties gets no others, though JSON Schema would let it: else it may never end.
+    """Forbids further properties in an object that names some; otherwise the object might never end.
 
-    What comes out conforms all the same. vLLM's default grammars do so too.
+    JSON Schema allows further properties, so the result still conforms. vLLM's default grammars do the same.
     """
     properties, required = schema.get("properties"), schema.get("required", [])
     open_by_wish = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & schema.keys()
@@ -295,14 +296,16 @@ def _close(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _meets_others(schema: Mapping[str, Any]) -> bool:
-    """Whether a value must match this and another schema: closing either could leave no value at all."""
+    """Whether a value must match this and another schema: if either forbade further properties, no
+    value might be left.
+    """
     combined = {"$ref", "anyOf", "oneOf"} & schema.keys()
     own = {"properties", "required", "additionalProperties", "patternProperties"} & schema.keys()
     return "allOf" in schema or len(combined) > 1 or bool(combined and own)
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas right inside a schema, each with its JSON pointer from there (RFC 6901)."""
+    """The schemas directly inside a schema, each with its JSON pointer from there (RFC 6901)."""
     if not isinstance(schema, dict):
         return
     for key, value in schema.items():
@@ -323,7 +326,7 @@ def _all_parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _where(schema: dict[str, Any], fault: str) -> str:
-    """The JSON pointer of the smallest part that has the same fault when it is compiled alone."""
+    """The JSON pointer of the smallest part that has the same fault when compiled alone."""
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     deadline = time.monotonic() + _SEARCH_S
     pointer, part = "#", schema
@@ -343,5 +346,5 @@ def _faulty_part(part: Any, shared: dict[str, Any], fault: str, deadline: float)
 
 
 def refused(param: str, reason: str) -> ApiError:
-    """The error for a value that cannot be served."""
+    """The error for an unsupported value."""
     return ApiError(400, f"Invalid value for '{param}': {reason}", param=param)

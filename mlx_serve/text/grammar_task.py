@@ -1,6 +1,6 @@
-"""What a request demands of its text, as JSON for the process that compiles it (``api/grammar_child.py``).
+"""A request's constraint on its text, as JSON for the process that compiles it (``api/grammar_child.py``).
 
-Compiles nothing itself: whoever writes a task needs no llguidance.
+This module compiles only in that process, so writing a task needs no llguidance.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from mlx_serve.text.grammar import Function, Rule, compile_forced_call, compile_
 
 
 def task_text(rule: Rule | None, functions: Sequence[Function]) -> str:
-    """What ``compile_task`` gets, as JSON: a call of one of ``functions``, if there are any, or else ``rule``.
+    """The JSON for ``compile_task``: a call of one of ``functions``, if there are any, or else ``rule``.
 
-    The same demands have the same text. Raises ApiError 400 for a value that JSON cannot hold.
+    Equal constraints have equal text. Raises ApiError 400 for a value that JSON cannot hold.
     """
     task: dict[str, Any] = {"functions": [(f.name, f.parameters, f.param, f.strict) for f in functions]}
     if not functions and rule is not None:
@@ -27,12 +27,12 @@ def task_text(rule: Rule | None, functions: Sequence[Function]) -> str:
 
 
 def task_param(rule: Rule | None, functions: Sequence[Function]) -> str:
-    """The request's field that makes these demands."""
+    """The request's field that sets the constraint."""
     return "tools" if functions or rule is None else rule.param
 
 
 def compile_task(task: Mapping[str, Any]) -> str:
-    """The grammar of what ``task_text`` was given. Raises ApiError 400 that names its field."""
+    """The grammar of a text from ``task_text``. Raises ApiError 400 that names its field."""
     if "rule" in task:
         return compile_rule(Rule(*task["rule"]))
     return compile_forced_call([Function(*function) for function in task["functions"]])

@@ -1,7 +1,7 @@
-"""Keeps what clients write from becoming control tokens: "<|im_end|>" in a message is ten characters, not an end.
+"""Keeps clients' texts from becoming control tokens: "<|im_end|>" in a message is ten characters, not an end.
 
-A text that looks like a control token gets ``GUARD`` put into it before the chat template sees it; the tokenizer cuts
-the rendered prompt there and takes the parts one by one, so none of them is the whole token.
+Before the chat template sees a text that looks like a control token, ``GUARD`` is put into it. The tokenizer cuts the
+rendered prompt at each GUARD and encodes the parts one by one, so none of them is the whole token.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Guard:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def text(self, text: str) -> str:
-        """The text, with a mark in whatever looks like a control token."""
+        """The text, with a GUARD in everything that looks like a control token."""
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: match[0][0] + GUARD + match[0][1:], text)
 
     def value(self, value: Any) -> Any:
-        """Any JSON value with every string in it guarded."""
+        """A JSON value with every string in it guarded."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -35,5 +35,5 @@ class Guard:
         return [self.value(item) for item in value] if isinstance(value, list) else value
 
     def message(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A message with everything guarded but its role."""
+        """A message with everything guarded except its role."""
         return {key: item if key == "role" else self.value(item) for key, item in message.items()}

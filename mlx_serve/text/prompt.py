@@ -1,4 +1,4 @@
-"""From messages, or a text, to the token ids that the model is given. Knows no HTTP and no jobs."""
+"""Turns messages, or a text, into the token ids of a prompt. Knows no HTTP and no jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_serve.text.templates.rendering import guard_of, plain_turns, rendered
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError, Check, Prompt, unchecked
 
-# For models without a chat template; the words are mlx_lm.server's, whose ``role_mapping`` may change them.
+# For models without a chat template; these are mlx_lm.server's words, and a request's ``role_mapping`` may change them.
 DEFAULT_ROLE_MAPPING = {
     "system": "ASSISTANT's RULE: ",
     "user": "USER: ",
@@ -22,10 +22,10 @@ DEFAULT_ROLE_MAPPING = {
 
 @dataclass(frozen=True, slots=True)
 class ChatText:
-    """A conversation as the model will read it, not yet tokenized.
+    """A conversation as the model will read it, before tokenizing.
 
-    ``special``: a plain text, which gets a start token, and ends with what was ``said``. Otherwise what the assistant's
-    turn begins with, ``thought`` and ``said``, comes behind the text.
+    ``special``: a plain text, which gets a start token, and ends with ``said``. Otherwise the beginning of the
+    assistant's turn, ``thought`` and ``said``, is put behind the text.
     """
 
     formats: Formats
@@ -35,7 +35,9 @@ class ChatText:
     said: str = ""
 
     def prompt(self, check: Check = unchecked) -> Prompt:
-        """Its tokens. ``check`` is told how many there are at least, before and while they are made, and may raise."""
+        """Its tokens. ``check`` is called with a lower bound of their number, before and during the work, and may
+        raise.
+        """
         tokens = self.formats.tokenizer.encode(self.text, special=self.special, check=check)
         if self.special:
             return Prompt(tuple(tokens), continues=bool(self.said))
@@ -81,11 +83,11 @@ def chat_text(
 ) -> ChatText:
     """The text for the assistant's next turn.
 
-    ``messages`` have string content. ``options`` go to the chat template. ``begun`` is the beginning of that turn, a
-    message for the model to go on from; with ``is_open`` false the prompt ends behind the last message, and no turn is
-    opened. Raises ApiError 400 when the template refuses the messages in every form, and when the model's format has no
-    place for a turn that has begun. What ``check`` raises at a text that is certainly too long ends the work before the
-    text is built.
+    ``messages`` have string content. ``options`` are passed to the chat template. ``begun`` is the beginning of that
+    turn, a message that the model continues; with ``is_open`` false the prompt ends behind the last message, and no
+    turn is opened. Raises ApiError 400 when the template refuses the messages in every form, and when the model's
+    format does not allow a turn that has begun. If a text is certainly too long, ``check`` raises before the text is
+    built.
     """
     thought, said = ((begun or {}).get(key) or "" for key in ("reasoning_content", "content"))
     found = formats(tokenizer)
@@ -93,7 +95,7 @@ def chat_text(
         text = rendered(found, messages, tools or (), {**(options or {}), **_ENDINGS[is_open]})
         return ChatText(found, text, special=False, thought=thought, said=said)
     lines, mapping = plain_turns(found, messages, tools or ()), role_mapping or DEFAULT_ROLE_MAPPING
-    # A client's mapping is repeated for each message: the text may be far longer than the request.
+    # The role mapping is repeated for each message, so the text may be far longer than the request.
     check(n_plain_chars(lines, mapping) // tokenizer.max_token_chars)
     text = plain_chat(lines, mapping, is_open=is_open)
     text += f" {guard_of(tokenizer, is_own=False).text(said)}" if said else ""
@@ -104,12 +106,14 @@ _ENDINGS: Mapping[bool, Mapping[str, Any]] = {True: {}, False: {"add_generation_
 
 
 def can_continue(tokenizer: Tokenizer) -> bool:
-    """Whether a model can go on from the beginning of a turn: not where a header stands before each part of it."""
+    """Whether a model can continue the beginning of a turn: not if its format has a header before each
+    part of a turn.
+    """
     return not formats(tokenizer).is_harmony and tokenizer.initial_region in (None, "normal")
 
 
 def _begun(found: Formats, tokens: Sequence[int], thought: str, said: str, check: Check) -> Prompt:
-    """A prompt with the beginning of the answer behind it. Whoever has said something has ended the thoughts before."""
+    """A prompt with the beginning of the answer behind it. If the answer has text, its reasoning has ended before."""
     if not can_continue(found.tokenizer):
         raise ApiError(400, "This model cannot go on from the beginning of an assistant's message.", param="messages")
     guard = guard_of(found.tokenizer, is_own=False)
@@ -124,7 +128,7 @@ def _begun(found: Formats, tokens: Sequence[int], thought: str, said: str, check
 
 
 def text_prompt(tokenizer: Tokenizer, text: str, check: Check = unchecked, *, special: bool = True) -> Prompt:
-    """The prompt for a plain completion; ``special``: with what the tokenizer puts around a text.
+    """The prompt for a plain completion; ``special``: with the tokens that the tokenizer puts around a text.
 
     ``check`` as in ``chat_prompt``.
     """
@@ -132,13 +136,15 @@ def text_prompt(tokenizer: Tokenizer, text: str, check: Check = unchecked, *, sp
 
 
 def plain_chat(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str], *, is_open: bool = True) -> str:
-    """Messages as lines of text, for models without a chat template. ``is_open``: with the assistant's next one."""
+    """Messages as lines of text, for models without a chat template. ``is_open``: followed by the
+    assistant's prefix.
+    """
     stop = role_mapping.get("stop", "")
     lines = [f"{role_mapping.get(m['role'], '')}{m.get('content') or ''}{stop}" for m in messages]
     return ("".join(lines) + role_mapping.get("assistant", "") * is_open).rstrip()
 
 
 def n_plain_chars(messages: Sequence[Mapping[str, Any]], role_mapping: Mapping[str, str]) -> int:
-    """The characters of ``plain_chat``'s lines, without building them."""
+    """The number of characters of ``plain_chat``'s lines, without building them."""
     n_stop = len(role_mapping.get("stop", ""))
     return sum(len(role_mapping.get(m["role"], "")) + len(m.get("content") or "") + n_stop for m in messages)

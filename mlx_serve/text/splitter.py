@@ -1,7 +1,7 @@
-"""Cutting a stream of text into content, reasoning and tool calls. Knows no tokens and no format.
+"""Splits a stream of text into content, reasoning and tool calls. Knows no tokens and no format.
 
-The splitter takes text as it comes and gives back what is certain; what may be the start of a marker is held back until
-it is one, or is not. Calls are read by the readers of ``text/calls``; text that turns out to be no call is read again.
+The splitter returns text as soon as it is certain. Text that may be the start of a marker is held back until more text
+decides. The readers of ``text/calls`` read calls; text that turns out to be no call is split again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def held_back(text: str, markers: Collection[str]) -> int:
 def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
     """The marker that is complete first, and where it begins; of two that end together, the longer.
 
-    By its end and not by its start, so that the outcome does not depend on how much text comes at a time.
+    The end counts and not the start, so that the result does not depend on how the text was cut into pieces.
     """
     found = [(text.find(marker) + len(marker), -len(marker), marker) for marker in markers if marker in text]
     if not found:
@@ -43,24 +43,24 @@ def _first(text: str, markers: Collection[str]) -> tuple[int, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which markers lead from where to where, and where an answer begins."""
+    """Which markers lead from which region to which, and the region in which an answer begins."""
 
     edges: Mapping[Region, tuple[tuple[str, Region], ...]] = field(default_factory=dict)
     initial: Region = "content"
 
     def markers(self, region: Region) -> list[str]:
-        """Those that count in a region."""
+        """The markers that have a meaning in a region."""
         return [marker for marker, _ in self.edges.get(region, ())]
 
     def target(self, region: Region, marker: str) -> Region:
-        """Where a marker leads."""
+        """The region that a marker leads to."""
         return dict(self.edges[region])[marker]
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """``new`` makes the reader of what follows an opening marker, given the marker's text; ``new_bare`` that of an
-    answer which may be a call without one. ``closing`` is the marker that ends calls, or "".
+    """``new`` makes a reader for the text behind an opening marker, given the marker's text. ``new_bare`` makes a
+    reader for an answer that may be a call without a marker. ``closing`` is the marker that ends calls, or "".
     """
 
     new: Callable[[str], Reader]
@@ -70,9 +70,9 @@ class Calls:
 
 @dataclass(slots=True)
 class _Attempt:
-    """Text that is read as calls. Should it be none, it is given back from ``start`` on, its opening as text.
+    """Text that is read as calls. If it turns out to be none, it is returned from ``start`` on, its opening as text.
 
-    ``pieces`` are held back while the model is thinking: they are calls if nothing follows them, and else an example.
+    While the model is thinking, ``pieces`` are held back: they are calls if nothing follows them, otherwise an example.
     """
 
     reader: Reader
@@ -87,7 +87,7 @@ class _Attempt:
 
 
 class RegionSplitter:
-    """Splits a model's output at the markers of a layout, which are dropped. Without ``calls`` there are none."""
+    """Splits a model's output at the markers of a layout and drops the markers. Without ``calls`` it finds no calls."""
 
     def __init__(
         self, layout: Layout, symbols: Symbols, *, calls: Calls | None = None, in_reasoning: bool = False
@@ -96,20 +96,20 @@ class RegionSplitter:
         self._symbols = symbols
         self._calls = calls
         self._region: Region = "reasoning" if in_reasoning else layout.initial
-        # Text that is not used up yet, and where it begins in the text that was fed.
+        # Text that is not used up yet, and its position in all text that was fed.
         self._pending = ""
         self._position = 0
         self._attempt: _Attempt | None = None
-        # Openings before this place in the thoughts are text.
+        # In the reasoning, openings before this position are text.
         self._settled = 0
-        # What is no call after all is shown with its markers.
+        # Text that turns out to be no call is shown with its markers.
         self._is_shown = False
         self._after_call = False
         self._at_start = True
 
     @property
     def region(self) -> Region:
-        """Where the next text belongs, as far as that is known."""
+        """The region of the next text, as far as it is known."""
         return self._region if self._attempt is None or self._attempt.is_thought else "call"
 
     def feed(self, text: str) -> list[Piece]:
@@ -120,7 +120,7 @@ class RegionSplitter:
         return joined(out)
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """The rest. What was cut off in the middle of a marker is no text; see ``_is_half_a_marker``."""
+        """The rest. A marker that was cut off in the middle is dropped; see ``_is_half_a_marker``."""
         out: list[Piece] = []
         self._run(out)
         while self._attempt is not None:
@@ -137,15 +137,16 @@ class RegionSplitter:
             pass
 
     def _is_half_a_marker(self, text: str, *, cut: bool) -> bool:
-        """A control token in it: the model began a marker. Else, when the answer was cut off: two characters will do.
+        """True if a control token is in it, because the model then began a marker. For an answer that was cut off, two
+        characters of a marker are enough.
 
-        Of an answer that was cut off, these are the last few characters before the cut; half a marker would be read as
-        text by whoever gets it. A single one ("<") is too common to be dropped.
+        These are the last characters before the cut, and clients would read half a marker as text. A single character
+        ("<") is too common to be dropped.
         """
         return any(map(is_symbol, text)) or (cut and len(text) > 1)
 
     def _markers(self) -> list[str]:
-        """Those that count here. What closes calls is one in the answer, where it is shown or not."""
+        """The markers that have a meaning here. In the answer, a closing marker of calls is one even if it is shown."""
         markers = self._layout.markers(self._region)
         return [*markers, self._calls.closing] if self._closes() and self._calls else markers
 
@@ -153,7 +154,7 @@ class RegionSplitter:
         return self._region == "content" and self._calls is not None and self._calls.closing != ""
 
     def _advance(self, out: list[Piece]) -> bool:
-        """Do the next thing that is certain. False: nothing is, before more text comes."""
+        """Does the next thing that is certain. False: nothing is certain until more text comes."""
         if self._attempt is not None:
             return self._resolve(self._attempt, out) if self._attempt.is_over else self._read(self._attempt, out)
         markers = self._markers()
@@ -172,7 +173,7 @@ class RegionSplitter:
         return True
 
     def _leads(self, marker: str) -> Region:
-        """Where a marker leads; what closes calls leads nowhere else."""
+        """The region that a marker leads to; a closing marker of calls leads nowhere else."""
         edges = dict(self._layout.edges.get(self._region, ()))
         return edges.get(marker, self._region)
 
@@ -181,13 +182,13 @@ class RegionSplitter:
         return is_possible and self._region == "content" and self._at_start and self._pending[:n_certain].strip() != ""
 
     def _trailing_space(self, n: int) -> int:
-        """Space before a tool call is the template's, so it waits for what follows."""
+        """Space before a tool call belongs to the template, so it is held back until more text comes."""
         if self._calls is None or self._region != "content":
             return 0
         return n - len(self._pending[:n].rstrip())
 
     def _follow(self, n_space: int, marker: str, out: list[Piece]) -> None:
-        """A marker stands here, perhaps behind space that belongs to it."""
+        """Handles the marker at this position, perhaps behind space that belongs to it."""
         target = self._leads(marker)
         if target == "call" and (self._region != "reasoning" or self._position >= self._settled):
             self._begin(n_space, marker)
@@ -208,7 +209,7 @@ class RegionSplitter:
         return text
 
     def _take(self, n: int, out: list[Piece]) -> None:
-        """The next characters are text of the region. Space behind a tool call is the template's."""
+        """Takes the next characters as text of the region. Space behind a tool call belongs to the template."""
         text = self._pending[:n]
         if self._after_call and self._region == "content":
             text = text.lstrip()
@@ -220,14 +221,14 @@ class RegionSplitter:
             out += self._visible(text, self._region)
 
     def _say(self, n: int, out: list[Piece]) -> None:
-        """The next characters are text, and so are the control tokens among them."""
+        """Takes the next characters as text, including control tokens among them."""
         was_shown, self._is_shown = self._is_shown, True
         self._after_call = False
         self._take(n, out)
         self._is_shown = was_shown
 
     def _visible(self, text: str, region: Literal["content", "reasoning"]) -> Iterator[Piece]:
-        """The pieces of text that was just skipped, between control tokens that mean nothing here."""
+        """The pieces of the text just skipped, between control tokens that have no meaning here."""
         start = self._position - len(text)
         written = self._symbols.restore if self._is_shown else self._symbols.visible
         for match in _RUN.finditer(text):
@@ -235,7 +236,7 @@ class RegionSplitter:
                 yield Piece(region, visible, start + match.start(), start + match.end())
 
     def _begin(self, n_space: int, marker: str) -> None:
-        """What comes may be calls."""
+        """Begins to read the following text as calls."""
         assert self._calls is not None
         n, start = n_space + len(marker), self._position
         raw = self._skip(n)
@@ -260,7 +261,7 @@ class RegionSplitter:
         return n_left is not None
 
     def _end(self, attempt: _Attempt, n_left: int, out: list[Piece]) -> None:
-        """The reader is done; the last characters are not its."""
+        """Called when the reader is done; the last ``n_left`` characters do not belong to the calls."""
         if not attempt.reader.n_calls:
             self._give_back(attempt, out)
             return
@@ -273,7 +274,7 @@ class RegionSplitter:
             self._after_call, self._at_start = True, False
 
     def _put_back(self, attempt: _Attempt, n_left: int) -> None:
-        """Make the last characters pending again; they are counted as the reader saw them."""
+        """Makes the last characters pending again; the reader counted them."""
         raw, n_raw = "".join(attempt.raw), 0
         while n_left > 0:
             n_raw += 1
@@ -283,7 +284,7 @@ class RegionSplitter:
         self._position -= n_raw
 
     def _give_back(self, attempt: _Attempt, out: list[Piece]) -> None:
-        """It is no call: its opening is text, and what follows is read again."""
+        """It is no call: its opening is text, and the text behind it is split again."""
         self._attempt = None
         if self._region == "header":
             self._region = "content"
@@ -294,7 +295,9 @@ class RegionSplitter:
         self._is_shown = attempt.is_marked
 
     def _resolve(self, attempt: _Attempt, out: list[Piece]) -> bool:
-        """Something follows calls in the thoughts. Another call or the end of the thoughts decides nothing yet."""
+        """Handles what follows calls in the reasoning. Another call, or the end of the reasoning,
+        decides nothing yet.
+        """
         text = self._pending.lstrip()
         n_space = len(self._pending) - len(text)
         markers = [] if attempt.has_left_thought else self._layout.markers("reasoning")
@@ -312,7 +315,7 @@ class RegionSplitter:
         return True
 
     def _close(self, attempt: _Attempt, out: list[Piece], *, cut: bool) -> None:
-        """Nothing more comes. Calls in the thoughts that nothing follows are calls."""
+        """Called when no more text comes. Calls at the end of the reasoning are calls."""
         if attempt.is_over:
             if self._pending.strip() and not cut:
                 self._give_back(attempt, out)

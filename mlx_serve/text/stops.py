@@ -1,7 +1,7 @@
-"""Ends a text that comes in pieces at the first of several strings, looking at each character once for each string.
+"""Ends a text that comes in pieces at the first of several stop strings, in time linear in the text for each string.
 
-Knuth, Morris and Pratt's search: how much of a string the text ends with is known at any time, so that nothing is
-compared again however often a string almost matches.
+This is Knuth, Morris and Pratt's search: it always knows how much of a string the text ends with, so that it never
+compares a character again, however often a string almost matches.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ _MAX_KEPT = 256
 
 
 class StopSearch:
-    """``strings``: none of them empty."""
+    """``strings``: none of them may be empty."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
         self._fallbacks = [_fallbacks(string) for string in strings]
         self._first_chars = frozenset(string[0] for string in strings)
-        # How many of each string's first characters the text so far ends with.
+        # For each string, the number of its first characters that the text so far ends with.
         self._n_matched = [0] * len(strings)
 
     @property
     def n_held(self) -> int:
-        """How many of the text's last characters may be the beginning of one of the strings."""
+        """How many of the text's last characters may be the beginning of a string."""
         return max(self._n_matched, default=0)
 
     def restart(self) -> None:
-        """A new text begins."""
+        """Begins a new text."""
         self._n_matched = [0] * len(self._strings)
 
     def feed(self, text: str) -> tuple[int, str] | None:
-        """More of the text. The string that is complete first, and where in ``text`` it ends; of two, the longer.
+        """Takes more of the text. Returns the string that is complete first, and where in ``text`` it ends.
 
-        By its end and not by its start, so that the outcome does not depend on how much text comes at a time.
+        Of two that end together, the longer. The end counts and not the start, so that the result does not depend on
+        how the text was cut into pieces.
         """
         if self.n_held == 0 and self._first_chars.isdisjoint(text):
             return None
@@ -59,7 +60,7 @@ class StopSearch:
 
 
 class StopCutter:
-    """Ends the text at whichever of some strings (none of them empty) is complete first.
+    """Ends the text at the stop string (none may be empty) that is complete first.
 
     Before that string, or with ``keeps_stop`` behind it.
     """
@@ -73,11 +74,11 @@ class StopCutter:
 
     @property
     def stopped(self) -> bool:
-        """Whether one of them has ended the text."""
+        """Whether a stop string has ended the text."""
         return self.match is not None
 
     def feed(self, text: str) -> str:
-        """The text that is certainly before any stop string. After a match nothing comes."""
+        """The text that is certainly before any stop string. After a match it is always ""."""
         if self.stopped:
             return ""
         n_before = len(self._pending)
@@ -93,7 +94,7 @@ class StopCutter:
         return out
 
     def flush(self) -> str:
-        """What was held back, now that nothing follows. A stop string does not reach over this place."""
+        """The text that was held back. A stop string does not reach over this position."""
         self._search.restart()
         out, self._pending = self._pending, ""
         return out
@@ -101,7 +102,7 @@ class StopCutter:
 
 @lru_cache(maxsize=_MAX_KEPT)
 def _fallbacks(string: str) -> tuple[int, ...]:
-    """For each beginning of a string, how much of it is also its end (the whole beginning aside)."""
+    """For each beginning of a string, the length of its longest proper part that is both its beginning and its end."""
     out = [0]
     for char in string[1:]:
         n = out[-1]

@@ -1,6 +1,6 @@
-"""What the model's text is split into, and control tokens as characters that no text can hold.
+"""The pieces that a model's text is split into, and control tokens as characters that no text can hold.
 
-The splitters see a control token as one character of the surrogate range, which no decoder ever gives (RFC 3629), so a
+For the splitters, a control token is one character of the surrogate range, which no decoder returns (RFC 3629). So a
 marker that is a control token is never cut in half, and text that only looks like one stays text.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal, Protocol, TypeAlias
 
 # "call": the name of a tool call that begins; "arguments": a piece of its JSON.
 PieceKind: TypeAlias = Literal["content", "reasoning", "call", "arguments"]
-# Where a splitter is: "header" is template text that nobody sees.
+# The region that a splitter is in: "header" is template text that clients do not see.
 Region: TypeAlias = Literal["content", "reasoning", "call", "header"]
 
 _FIRST_SYMBOL = 0xD800
@@ -23,7 +23,9 @@ _SYMBOL = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer. Of content and reasoning, ``start`` and ``end`` are its place in the text that was fed."""
+    """A piece of an answer. For content and reasoning, ``start`` and ``end`` are its positions in the text that was
+    fed.
+    """
 
     kind: PieceKind
     text: str
@@ -32,11 +34,11 @@ class Piece:
 
 
 class Splitter(Protocol):
-    """Text in, as it comes; pieces out, as soon as they are certain. ``cut``: the answer ended before its own end."""
+    """Takes text in pieces, and returns pieces as soon as they are certain. ``cut``: the answer was cut off."""
 
     @property
     def region(self) -> Region:
-        """Where the next text belongs, as far as that is known."""
+        """The region of the next text, as far as it is known."""
 
     def feed(self, text: str) -> list[Piece]:
         """The pieces that are certain now."""
@@ -46,7 +48,7 @@ class Splitter(Protocol):
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Neighbours of one kind as one piece; a call's name is a piece of its own."""
+    """Joins neighbours of one kind; a call's name stays a piece of its own."""
     out: list[Piece] = []
     for piece in pieces:
         last = out[-1] if out else None
@@ -65,7 +67,7 @@ def is_symbol(char: str) -> bool:
 class Symbols:
     """A character for each control token.
 
-    ``in_markers``: those that markers are made of; ``shown``: those that are text when they stand outside of any.
+    ``in_markers``: control tokens that markers consist of; ``shown``: control tokens that are text outside a marker.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Symbols:
         self._token_of: dict[str, int] = {}
 
     def char(self, token: int) -> str:
-        """The character of a control token; the first that comes gets the first character."""
+        """The character of a control token; characters are assigned in the order of the calls."""
         if token not in self._char_of:
             code = _FIRST_SYMBOL + len(self._char_of)
             if code > _LAST_SYMBOL:
@@ -91,7 +93,7 @@ class Symbols:
         return self._char_of[token]
 
     def marker(self, text: str) -> str:
-        """A marker with its control tokens as characters; one without any stays as it is."""
+        """A marker with its control tokens as characters; a marker without control tokens stays as it is."""
         found = [token for token, control in self._in_markers.items() if control in text]
         for token in sorted(found, key=lambda token: -len(self._controls[token])):
             text = text.replace(self._controls[token], self.char(token))
