@@ -10,9 +10,9 @@
 
 A connection that waits for its client may be ended at any time to free its place (connections.py).
 
-Of BaseHTTPRequestHandler this uses the life cycle of a connection: ``handle`` with ``close_connection``, and ``finish``.
-Its header parser is not used: it drops a Content-Length behind a line without a colon, takes the last of two, and
-accepts bare line feeds. Method, path and headers come from a ``Head`` of framing.py.
+Of BaseHTTPRequestHandler this uses the life cycle of a connection: ``handle`` with ``close_connection``, and
+``finish``. Its header parser is not used: it drops a Content-Length behind a line without a colon, takes the last of
+two, and accepts bare line feeds. Method, path and headers come from a ``Head`` of framing.py.
 """
 
 from __future__ import annotations
