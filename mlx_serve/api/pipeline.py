@@ -223,8 +223,7 @@ def _jobs(prepared: Prepared, options: OutputOptions) -> list[Job]:
     """A job for each prompt and sample; index = prompt * n + sample. Raises ApiError 400 when a prompt is too long."""
     asked = prepared.asked
     events: SimpleQueue[Event] = SimpleQueue()
-    client = "" if prepared.services.share_prefixes else prepared.request.client
-    scope = prefix_scope(client, asked.cache_salt)
+    scope = prefix_scope(prepared.services.owner(prepared.request), asked.cache_salt)
     samplings = [_sampling(prepared, prompt, options) for prompt in prepared.prompts]
     if asked.prompt_logprobs is not None:
         n_tokens = sum(len(prompt.tokens) for prompt in prepared.prompts) * asked.n_samples

@@ -32,6 +32,8 @@ class StoredTurn:
     output: bytes
     response: bytes
     before: StoredTurn | None
+    # Whose it is: for everybody else it is not there.
+    owner: str
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
     # The items of the conversation up to here, in bytes and in values of JSON.
@@ -86,21 +88,21 @@ class ResponseStore:
         """Whether anything is ever kept."""
         return self.max_count > 0
 
-    def turn(self, response_id: str) -> StoredTurn | None:
+    def turn(self, response_id: str, owner: str) -> StoredTurn | None:
         """The last turn of a response's conversation, or None. Using it makes it recent."""
         with self._lock:
-            self._drop_expired()
-            entry = self._entries.get(response_id)
+            entry = self._entry(response_id, owner)
             if entry is None:
                 return None
             self._entries.move_to_end(response_id)
             return entry.turn
 
-    def turn_of_item(self, item_id: str) -> StoredTurn | None:
+    def turn_of_item(self, item_id: str, owner: str) -> StoredTurn | None:
         """The turn whose output holds an item that the server gave an id to, or None."""
         with self._lock:
             self._drop_expired()
-            return self._turn_of_item.get(item_id)
+            turn = self._turn_of_item.get(item_id)
+            return turn if turn is not None and turn.owner == owner else None
 
     def keep(
         self,
@@ -108,9 +110,10 @@ class ResponseStore:
         own: Sequence[Mapping[str, Any]],
         before: StoredTurn | None,
         item_ids: Iterable[str],
+        owner: str,
     ) -> None:
         """Keep a response: ``own`` is its input, without what ``before`` has."""
-        turn = StoredTurn(_text(own), _text(response["output"]), _text(response), before, tuple(item_ids))
+        turn = StoredTurn(_text(own), _text(response["output"]), _text(response), before, owner, tuple(item_ids))
         if not self.keeps or turn.n_bytes > self.max_bytes:
             return
         with self._lock:
@@ -120,14 +123,18 @@ class ResponseStore:
             while len(self._entries) > self.max_count or self.n_bytes > self.max_bytes:
                 self._drop(next(iter(self._entries)))
 
-    def delete(self, response_id: str) -> bool:
+    def delete(self, response_id: str, owner: str) -> bool:
         """Forget a response; False when it was not there. What others continue from it stays with them."""
         with self._lock:
-            self._drop_expired()
-            is_there = response_id in self._entries
+            is_there = self._entry(response_id, owner) is not None
             if is_there:
                 self._drop(response_id)
             return is_there
+
+    def _entry(self, response_id: str, owner: str) -> _StoredResponse | None:
+        self._drop_expired()
+        entry = self._entries.get(response_id)
+        return entry if entry is not None and entry.turn.owner == owner else None
 
     def _drop_expired(self) -> None:
         # They are in the order of their use, not of their age.

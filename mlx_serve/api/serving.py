@@ -56,7 +56,7 @@ class Services:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
-    # Whether requests with different API keys share KV caches.
+    # Whether requests with different API keys share KV caches and kept responses.
     share_prefixes: bool = False
     # The command line's adapters and draft model, which a request may name and no others.
     adapter: str | None = None
@@ -74,6 +74,10 @@ class Services:
     # The page's files by path; empty: there is no page.
     page: Mapping[str, Response] = field(default_factory=dict)
     version: str = ""
+
+    def owner(self, request: RawRequest) -> str:
+        """Whose request it is, where clients are kept apart."""
+        return "" if self.share_prefixes else request.client
 
 
 def find_model(

@@ -180,7 +180,7 @@ class Config:
     share_prefixes: bool = flag(
         _ACCESS,
         False,
-        "let requests with different API keys share KV caches; a client can then find out what others have sent",
+        "let requests with different API keys share KV caches and responses; a client can find out what others sent",
     )
     ui: bool = flag(_ACCESS, True, "serve the page at /")
 

@@ -144,6 +144,11 @@ def test_a_call_without_arguments_is_one_only_if_it_was_cut_off(end):
     assert each_way(qwen3(), written, cut=True) == only(("add", ""))
 
 
+def test_an_object_that_is_none_in_place_of_a_name_is_no_call():
+    written = '<tool_call>{"name": {"add", "a"}, "arguments": {}}</tool_call>'
+    assert each_way(qwen3(), written) == Answer(written)
+
+
 def test_of_markup_that_was_cut_off_nothing_is_left():
     written = '<tool_call>{"name": "add'
     assert each_way(qwen3(), written) == Answer(written)

@@ -76,6 +76,33 @@ def test_keys_share_where_the_operator_says_so_and_salts_do_not(asking):
     assert salted == server.scope(key="two", cache_salt="x") != ""
 
 
+def kept_by_one(server):
+    """A response that the first key's client made: what the requests that name it or its items get, by key."""
+    status, _, made = server.running.request("POST", "/v1/responses", {"input": "hi"}, {"Authorization": "Bearer one"})
+    assert status == 200
+    path, item = f"/v1/responses/{made['id']}", {"type": "item_reference", "id": made["output"][0]["id"]}
+    asked = [
+        ("POST", "/v1/responses", {"input": "so?", "previous_response_id": made["id"], "store": False}),
+        ("POST", "/v1/responses/input_tokens", {"input": "so?", "previous_response_id": made["id"]}),
+        ("POST", "/v1/responses", {"input": [item], "store": False}),
+        ("GET", path, None),
+        ("GET", f"{path}/input_items", None),
+        ("DELETE", path, None),
+    ]
+    return {
+        key: [server.running.request(*request, {"Authorization": f"Bearer {key}"})[0] for request in asked]
+        for key in ("two", "one")
+    }
+
+
+def test_a_kept_response_is_there_for_its_own_key_alone(asking):
+    assert kept_by_one(asking(["one", "two"])) == {"two": [400, 400, 400, 404, 404, 404], "one": [200] * 6}
+
+
+def test_kept_responses_are_shared_where_prefixes_are(asking):
+    assert kept_by_one(asking(["one", "two"], share_prefixes=True))["two"] == [200] * 6
+
+
 def test_without_keys_everybody_shares_whatever_he_says_he_is(asking):
     server = asking()
     assert server.scope() == server.scope(key="anything") == ""

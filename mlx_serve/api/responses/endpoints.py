@@ -22,7 +22,7 @@ _MAX_PAGE, _PAGE = 100, 20
 
 def create(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses"""
-    asked = read(services.responses, request.body, services.max_json_values)
+    asked = _asked(services, request)
     body = asked.body
     stored = body.store and services.responses.keeps
     keep = keeper(services.responses, asked) if stored else lambda _: None
@@ -36,7 +36,7 @@ def create(services: Services, request: RawRequest) -> Response:
 
 def input_tokens(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/input_tokens: what a request's prompt comes to."""
-    asked = read(services.responses, request.body, services.max_json_values)
+    asked = _asked(services, request)
     body = asked.body
     conversation = body.as_conversation(_messages(asked))
     n_tokens = count_tokens(services, request, body.model, conversation, body.adapters, body.draft_model)
@@ -45,7 +45,7 @@ def input_tokens(services: Services, request: RawRequest) -> Response:
 
 def compact(services: Services, request: RawRequest) -> Response:
     """POST /v1/responses/compact: the conversation as one item, without its oldest turns if they do not fit."""
-    asked = read(services.responses, request.body, services.max_json_values)
+    asked = _asked(services, request)
     limit = asked.body.wanted_tokens or MAX_TOKENS
     body = asked.body.model_copy(update={"truncation": "auto", "max_output_tokens": limit})
     # Only the prompt is the conversation's: the answer is a summary, whatever the request wants of other answers.
@@ -79,7 +79,7 @@ def get(services: Services, request: RawRequest) -> Response:
 def delete(services: Services, request: RawRequest) -> Response:
     """DELETE /v1/responses/{id}"""
     response_id = _id(request)
-    if not services.responses.delete(response_id):
+    if not services.responses.delete(response_id, services.owner(request)):
         raise _not_found(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
@@ -111,6 +111,10 @@ def input_items(services: Services, request: RawRequest) -> Response:
     return json_response({"object": "list", "data": page, **places_of})
 
 
+def _asked(services: Services, request: RawRequest) -> ResolvedRequest:
+    return read(services.responses, request.body, services.max_json_values, services.owner(request))
+
+
 def _messages(asked: ResolvedRequest) -> list[dict[str, Any]]:
     return history.as_messages(asked.items, asked.body.instructions)
 
@@ -121,7 +125,7 @@ def _id(request: RawRequest) -> str:
 
 def _turn(services: Services, request: RawRequest) -> StoredTurn:
     response_id = _id(request)
-    found = services.responses.turn(response_id)
+    found = services.responses.turn(response_id, services.owner(request))
     if found is None:
         raise _not_found(response_id)
     return found

@@ -40,16 +40,17 @@ class ResolvedRequest:
     own: list[dict[str, Any]]
     items: list[Item]
     before: StoredTurn | None
+    owner: str
 
 
-def read(store: ResponseStore, raw_body: bytes, max_values: int) -> ResolvedRequest:
+def read(store: ResponseStore, raw_body: bytes, max_values: int, owner: str) -> ResolvedRequest:
     """The request. Raises ApiError 400 when it is malformed, or refers to what is not there or too much."""
     with parsing(raw_body):
         raw = read_object(raw_body)
         body = validated(ResponseRequest, raw)
         raw = {name: raw[name] for name in _GIVEN_BACK if raw.get(name) is not None}
         _check_text(raw)
-    kept = _Kept(store, _Size(max_values))
+    kept = _Kept(store, owner, _Size(max_values))
     before = kept.conversation(body.previous_response_id) if body.previous_response_id is not None else None
     items = [_ITEM.validate_python(item) for item in conversation(before)]
     own: list[dict[str, Any]] = []
@@ -61,7 +62,7 @@ def read(store: ResponseStore, raw_body: bytes, max_values: int) -> ResolvedRequ
             items.append(item)
             # What has no place in a prompt has none in the store.
             own += [] if isinstance(item, Other) else [given]
-    return ResolvedRequest(raw, body, own, items, before)
+    return ResolvedRequest(raw, body, own, items, before, owner)
 
 
 def keeper(store: ResponseStore, asked: ResolvedRequest) -> Callable[[dict[str, Any]], None]:
@@ -69,7 +70,7 @@ def keeper(store: ResponseStore, asked: ResolvedRequest) -> Callable[[dict[str, 
     own = [listed(item) for item in asked.own]
 
     def keep(response: dict[str, Any]) -> None:
-        store.keep(response, own, asked.before, [item["id"] for item in response["output"]])
+        store.keep(response, own, asked.before, [item["id"] for item in response["output"]], asked.owner)
 
     return keep
 
@@ -99,6 +100,7 @@ class _Kept:
     """What one request refers to."""
 
     store: ResponseStore
+    owner: str
     size: _Size
     # By turn, so that the output of one is parsed once; and what an item comes to each time that it is named.
     outputs: dict[StoredTurn, dict[str, dict[str, Any]]] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class _Kept:
     def conversation(self, response_id: str) -> StoredTurn:
         """The last turn of the conversation that a response ended."""
         param = "previous_response_id"
-        found = self.store.turn(response_id)
+        found = self.store.turn(response_id, self.owner)
         if found is None:
             text = f"Previous response with id '{response_id[:80]}' not found."
             raise ApiError(400, text, param=param, code="previous_response_not_found")
@@ -116,7 +118,7 @@ class _Kept:
 
     def item(self, item_id: str, param: str) -> dict[str, Any]:
         """An item that the server gave an id to."""
-        turn = self.store.turn_of_item(item_id)
+        turn = self.store.turn_of_item(item_id, self.owner)
         if turn is None:
             text = f"Item with id '{item_id[:80]}' not found: only items of a response that was stored can be named."
             raise ApiError(400, text, param=param)

@@ -106,7 +106,11 @@ class JsonCalls(CallReader):
         return self._value.is_done
 
     def _set_name(self, text: str) -> bool:
-        name = json.loads(text)
+        try:
+            name = json.loads(text)
+        except (ValueError, RecursionError):
+            # An object that is none, in place of a name.
+            return False
         if not isinstance(name, str) or not self._frame.accepts(name) or self._name not in (None, name):
             return False
         self._name = name
