@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
 from types import MappingProxyType
@@ -209,6 +210,25 @@ def test_a_grammar_that_takes_too_long_is_a_fault(vocabulary, monkeypatch):
     assert allowed(c) is None
     assert c.fault.startswith("it takes too long: ")
     assert c.fault_at == 0
+
+
+@pytest.mark.parametrize(("per_token_s", "n_tokens"), [(0.01, 3), (0.2, None)])
+def test_the_time_of_masks_and_tokens_adds_up_and_each_token_allows_more(
+    vocabulary, monkeypatch, per_token_s, n_tokens
+):
+    # A mask takes 0.1 s, and so does a token.
+    ticks = count()
+    monkeypatch.setattr(constraints.time, "thread_time", lambda: next(ticks) / 10)
+    monkeypatch.setattr(constraints, "_BUDGET_PER_TOKEN_S", per_token_s)
+    c = constraint(vocabulary)
+    for token in "a" + "b" * 30:
+        if allowed(c) is None:
+            break
+        take(c, token)
+    assert bool(c.fault) == (n_tokens is not None)
+    if n_tokens is not None:
+        assert c.fault_at == n_tokens
+        assert "0.70 s of CPU time for 3 tokens, of which 0.53 s are allowed" in c.fault
 
 
 def test_a_single_mask_that_takes_long_is_a_fault_and_time_off_the_processor_is_none(vocabulary, monkeypatch):

@@ -526,6 +526,20 @@ def test_one_model_s_failing_step_leaves_the_other_one_alone():
     assert tokens_of(events_of(again)) == [97, EOS]
 
 
+def test_only_the_first_load_is_told_as_loading():
+    scheduler, _ = make(max_loaded=2)
+    assert scheduler.health().status == "ok"
+    scheduler.submit([job("a", model="m1")])
+    scheduler.step()
+    assert scheduler.health().status == "loading"
+    run(scheduler)
+    scheduler.submit([job("a", model="m2")])
+    scheduler.step()
+    assert scheduler.health() == Health("ok", ("m1",), 1, 0)
+    run(scheduler)
+    assert scheduler.health() == Health("ok", ("m1", "m2"), 0, 0)
+
+
 def test_a_load_that_fails_half_way_fails_those_who_wait_for_it():
     class HalfWay(FakeModels):
         def open(self, name):
