@@ -110,8 +110,8 @@ FAULTS = (
     ),
     Fault(
         "prefixes stay after a failed step",
-        "slot.backend.shrink_cache(0)\n            self._make_anew(name)",
-        "self._make_anew(name)",
+        "            slot.backend.shrink_cache(0)\n",
+        "",
         (SCHEDULER,),
     ),
     Fault(
@@ -122,8 +122,8 @@ FAULTS = (
     ),
     Fault(
         "the wrong model's prefixes are given up first",
-        "for slot in self._slots.values():\n            if excess <= 0:",
-        "for slot in reversed(self._slots.values()):\n            if excess <= 0:",
+        "slots.values():\n            if excess <= 0:",
+        "slots.__reversed__():\n            slot = self._loaded.slots[slot]\n            if excess <= 0:",
         (SCHEDULER,),
     ),
     Fault(
