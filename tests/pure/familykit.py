@@ -387,6 +387,17 @@ FAMILIES: dict[str, Written] = {
     ),
     "minimax m1": Written(wrapped("<tool_calls>\n", each(json_call), "\n</tool_calls>"), "<tool_calls>", think=THINK),
     "jamba": Written(listed("<tool_calls>", "</tool_calls>"), "<tool_calls>"),
+    "hy-mt 2": Written(
+        wrapped("<tool_calls>\n", keyed("<tool_call>", "</tool_call>", separator="<tool_sep>"), "\n</tool_calls>"),
+        "<tool_calls>",
+        signs="<tool_calls> <tool_call> <tool_sep> <arg_key> <｜tool▁calls▁begin｜>",
+        is_typed=False,
+    ),
+    "hyperclova x think 14b": Written(
+        listed(" -> tool/function_call\n", ""), "-> tool/function_call", signs="assistant -> tool/function_call"
+    ),
+    "deephat": Written(listed("", ""), "", signs="<tool_call>[ ]</tool_call>"),
+    "deephat, as told": Written(listed("<tool_call>", "</tool_call>"), "<tool_call>", signs="<tool_call>["),
     "apriel": Written(
         listed("<tool_calls>", "</tool_calls>"),
         "<tool_calls>",

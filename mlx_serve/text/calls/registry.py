@@ -88,6 +88,8 @@ class Family:
 FAMILIES: tuple[Family, ...] = (
     Family(invokes("｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), ("｜DSML｜", "tool_calls>")),
     Family(invokes("｜DSML｜", "<｜DSML｜function_calls>", _DSML_END), ("｜DSML｜",)),
+    # Hy-MT2's template has DeepSeek's markers too, for results.
+    Family(keys_and_values("<tool_calls>", "</tool_calls>", *_LISTS), ("<tool_calls>", "<arg_key>")),
     Family(
         CallFormat(
             "<｜tool▁calls▁begin｜>",
@@ -139,7 +141,6 @@ FAMILIES: tuple[Family, ...] = (
         keys_and_values("<tool_calls:opensource>", "</tool_calls:opensource>", *_HY3, suffix=":opensource"),
         ("<tool_sep", ":opensource"),
     ),
-    Family(keys_and_values("<tool_calls>", "</tool_calls>", *_LISTS), ("<tool_calls>", "<arg_key>")),
     Family(
         keys_and_values("<tool_call>", "</tool_call>"),
         ("<arg_key>",),
@@ -229,6 +230,9 @@ FAMILIES: tuple[Family, ...] = (
         ("<|tool_call|>",),
     ),
     Family(CallFormat("functools[", "", json_calls, ("functools[",), ("functools",)), ("functools[",)),
+    Family(CallFormat("-> tool/function_call", "", json_calls), ("-> tool/function_call",)),
+    # DeepHat's calls stand between tags in what its model is told, and without them in its history.
+    Family(HERMES, ("<tool_call>[",)),
     Family(CallFormat("<TOOLCALL>", "</TOOLCALL>", json_calls), ("<TOOLCALL>",)),
     Family(CallFormat("<|function_call|>", "", json_calls, between=("<|function_call|>",)), ("<|function_call|>",)),
     Family(CallFormat("function call<|role_sep|>", "", json_calls), ("'function call'", "<|role_sep|>")),
