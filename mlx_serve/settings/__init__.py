@@ -1,1 +1,1 @@
-"""From a command line and a file to what each part takes: flags, their values, and the options made of them."""
+"""Turns a command line and a file into settings: flags, their values, and the options that each part is given."""

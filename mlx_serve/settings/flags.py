@@ -1,6 +1,6 @@
-"""What a flag is, and how its value is read: from a command line's text or from a TOML file. Knows no single flag.
+"""What a flag is, and how its value is read from a command line or from a TOML file. Knows no single flag.
 
-The same limits hold in both, and a fault is a ValueError that says what is allowed.
+The same limits hold in both, and an error is a ValueError that says what is allowed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _SIZES = {unit.upper(): n for unit, n in (_UNITS | _BINARY_UNITS).items()}
-# A value that is wrong is shown up to here.
+# How much of a wrong value an error shows.
 _MAX_SHOWN_CHARS = 60
 
 
 def size(text: str) -> int:
-    """Bytes, as 1048576, 512M, 2GB (powers of ten, as mlx_lm has it) or 32MiB (powers of two)."""
+    """Bytes, as 1048576, 512M, 2GB (powers of ten, as in mlx_lm) or 32MiB (powers of two)."""
     match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)\s*([KMGT]?I?)B?", text.strip().upper(), re.ASCII)
     if match is None or match[2] not in _SIZES:
         raise ValueError(f"not a size: {_shown(text)} (write 1048576, 512M, 2GB or 32MiB)")
@@ -32,14 +32,14 @@ def size(text: str) -> int:
 
 
 def size_text(n_bytes: int) -> str:
-    """A size as ``size`` takes it, in the largest unit that leaves a whole number."""
+    """A size in the form that ``size`` reads, in the largest unit that leaves a whole number."""
     fitting = {name: n for name, n in (_UNITS | _BINARY_UNITS).items() if n <= n_bytes and n_bytes % n == 0}
     name = max(fitting, key=lambda name: fitting[name], default="")
     return f"{n_bytes // fitting[name]}{name}B" if name else str(n_bytes)
 
 
 def comma_list(text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list, without blanks."""
+    """The parts of a comma-separated list, without spaces around them."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -49,7 +49,7 @@ def path_list(text: str) -> tuple[str, ...]:
 
 
 def file_path(text: str) -> str:
-    """A path in which ``~`` is the home directory: no shell has seen a file's, or the one in ``--flag=~/x``."""
+    """A path with ``~`` replaced, since no shell has done so in a file, or in ``--flag=~/x``."""
     return os.path.expanduser(text)
 
 
@@ -74,7 +74,7 @@ def template_arguments(given: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """NAME=VALUE; the value may hold "=" itself."""
+    """NAME=VALUE; the value may contain "="."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
         raise ValueError(f"{_shown(text)} is not of the form NAME=VALUE")
@@ -82,14 +82,14 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def penalty(text: str) -> float:
-    """A repetition penalty: it divides and multiplies logits, so near 0 there would be infinities."""
+    """A repetition penalty. It divides and multiplies logits, so values near 0 would make infinities."""
     value = float(text)
     if value != 0 and not 0.01 <= value <= 100:
         raise ValueError(f"{value} is not 0 (off) or between 0.01 and 100")
     return value
 
 
-# For each way to read text: the TOML types that it takes, and what they are called.
+# For each way to read text: the TOML types that it accepts, and their description.
 _TOML_TYPES: dict[Callable[[str], Any], tuple[tuple[type, ...], str]] = {
     str: ((str,), "a string"),
     str.upper: ((str,), "a string"),
@@ -106,7 +106,7 @@ _TOML_TYPES: dict[Callable[[str], Any], tuple[tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One setting: what it is for, its default, and what it takes. ``many``: it may be given several times."""
+    """One setting: its help, default, and allowed values. ``many``: it may be given several times."""
 
     group: str
     help: str
@@ -125,7 +125,7 @@ class Flag:
 
     @property
     def default_text(self) -> str:
-        """The default as a person would write it; "" for none, and for a switch that is off."""
+        """The default in a readable form; "" for none, and for a switch that is off."""
         if self.default is True:
             return "on"
         if self.default is None or self.default is False or self.default in ((), {}, ""):
@@ -136,7 +136,7 @@ class Flag:
 
     @property
     def allowed(self) -> str:
-        """What it takes, in words."""
+        """A description of the allowed values."""
         if self.is_switch:
             return "true or false"
         if self.many:
@@ -152,7 +152,7 @@ class Flag:
         except ValueError:
             if self.parse not in (int, float):
                 raise
-            # Python's own words are for programmers.
+            # Python's own message is not for users.
             raise ValueError(f"{_shown(text)} is not {self.allowed}") from None
         if not self._holds(value):
             raise ValueError(f"{value} is not {self.allowed}")
@@ -183,7 +183,7 @@ class Flag:
             return value in self.choices
         if not isinstance(value, int | float):
             return True
-        # NaN compares as false with everything, and no limit here means infinity.
+        # NaN is less than or equal to nothing, and no limit allows infinity.
         return (
             math.isfinite(value)
             and (self.low is None or value >= self.low)
@@ -219,7 +219,7 @@ def flag(
     many: bool = False,
     env: str | None = None,
 ) -> Any:
-    """A dataclass field that is also a flag; ``env`` names a variable that stands in for it."""
+    """A dataclass field that is also a flag; ``env`` names an environment variable with the same meaning."""
     about = Flag(group, help, default, parse, low, high, choices, many, env)
     if default == {}:
         return field(default_factory=dict, metadata={"flag": about})
@@ -237,7 +237,7 @@ def option_of(name: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A remark that names the nearest known word; empty when none is near."""
+    """A hint with the most similar known word; "" if none is similar."""
     words = list(known)
     near = difflib.get_close_matches(word, words, n=1) or [other for other in words if word and other.startswith(word)]
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,4 +1,4 @@
-"""From the flags to what the HTTP layer takes: addresses, limits, who may ask. Raises StartError in one line."""
+"""Turns flags into the options of the HTTP layer: addresses, limits, access. Raises StartError of one line."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def is_loopback(settings: Config) -> bool:
 
 
 def api_keys(settings: Config) -> tuple[str, ...]:
-    """The keys of --api-key and --api-key-file; a file has one a line, and lines that begin with # are remarks."""
+    """The keys of --api-key and --api-key-file. The file has one key per line; lines that begin with # are comments."""
     keys = list(settings.api_key)
     if settings.api_key_file is not None:
         keys += _keys_in(expanded(settings.api_key_file))
@@ -80,7 +80,7 @@ def _keys_in(path: Path) -> list[str]:
         raise StartError(f"cannot read the API keys in {path}: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        # Else a file that was emptied by mistake would open the server to everybody.
+        # Otherwise a file that was emptied by mistake would open the server to everybody.
         raise StartError(f"{path} holds no API key")
     return keys
 
@@ -96,6 +96,6 @@ def _check_tls(settings: Config) -> None:
 def _check_origins(settings: Config) -> None:
     for origin in settings.allowed_origins:
         if not _ORIGIN.fullmatch(origin):
-            # It would never be the origin of a page, and keep all of them out without a word.
+            # Such a value could never equal a page's origin, so it would refuse all pages without a message.
             form = "scheme://host, scheme://host:port, scheme://* or *, without a path"
-            raise StartError(f"--allowed-origins: {origin!r} is no origin; write {form}")
+            raise StartError(f"--allowed-origins: {origin!r} is not an origin; write {form}")

@@ -1,6 +1,6 @@
-"""From the flags to the models that are served: where they lie, what they are called. Raises StartError in one line.
+"""Turns flags into the models that are offered: their places and names. Raises StartError of one line.
 
-Touches no MLX: what finds a directory or a repository is handed in.
+Uses no MLX: the function that finds a directory or a repository is passed in.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mlx_serve.settings.file import ModelSpec
 from mlx_serve.settings.flags import did_you_mean
 from mlx_serve.values import ApiError, Progress, StartError
 
-# From what --model takes to a directory.
+# Finds the directory of a value of --model.
 Locate = Callable[[str], Path]
-# NAME=PATH. The name holds no "/", so that a "=" in a path does not make its beginning one.
+# NAME=PATH. The name holds no "/", so the part of a path before a "=" is not read as a name.
 _NAMED = re.compile(r"([^=/~.][^=/]*)=(.+)")
 _ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 def catalog(settings: Config, locate: Locate, progress: Progress | None = None) -> Catalog:
-    """The models of the settings, under all their names. ``progress`` is told how the demo model comes along."""
+    """All models of the settings, under all their names. ``progress`` gets the progress of the demo model."""
     specs = _specs(settings, progress)
     models = [_entry(spec, locate) for spec in specs]
     adapted = [_adapted(models[0], name, path) for name, path in settings.adapter]
@@ -59,7 +59,7 @@ def draft_path(settings: Config, locate: Locate) -> Path | None:
 
 
 def _specs(settings: Config, progress: Progress | None) -> list[ModelSpec]:
-    """The models as the operator names them, the default first, with what the flags say of that one."""
+    """The models that the operator names, the default first, with the flags that apply to the default."""
     named = list(settings.models) or [_spec(text) for text in settings.model]
     if settings.demo:
         if named:
@@ -70,7 +70,7 @@ def _specs(settings: Config, progress: Progress | None) -> list[ModelSpec]:
             raise StartError("--adapter-path, --adapter and --served-model-name need --model")
         return []
     name, *aliases = settings.served_model_name or (named[0].name,)
-    # Of the other names None is none: only a model's own may be left to its directory.
+    # `None` is a valid value only for a model's own name; it means "use the directory's name".
     aliases = [*filter(None, aliases), *named[0].aliases]
     return [replace(named[0], name=name, aliases=tuple(aliases), adapter_path=settings.adapter_path), *named[1:]]
 
@@ -86,10 +86,10 @@ def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
     source = _source(spec)
     is_directory = expanded(source).exists()
     if spec.path is not None and not is_directory:
-        # Without this a path that is mistyped might be looked for on the hub.
+        # Without this check, a mistyped path might be looked for on the hub.
         raise StartError(f"model not found: there is no directory {source!r}")
     path = locate(source)
-    # A directory's name, but a repository's whole id; the path to a directory is the operator's, not for clients.
+    # A directory's name, or a repository's whole id. The path of a directory is not shown to clients.
     name = spec.name if spec.name is not None else path.resolve().name if is_directory else source
     return replace(
         read_entry(name, path, _adapter(spec.adapter_path)),
@@ -119,7 +119,7 @@ def _adapter(text: str | None) -> Path | None:
 
 
 def directories(settings: Config) -> list[Path]:
-    """Those of --model-dir. Raises StartError when one is not there."""
+    """The directories of --model-dir. Raises StartError if one does not exist."""
     roots = [expanded(root) for root in settings.model_dir]
     for root in roots:
         if not root.is_dir():
@@ -128,7 +128,8 @@ def directories(settings: Config) -> list[Path]:
 
 
 def _short_names(specs: Sequence[ModelSpec], models: Sequence[ModelEntry]) -> dict[str, str]:
-    """For a model that was not given a name: as typed, as clients of mlx_lm.server send it, and without its owner."""
+    """Additional names of models without a given name: the value as typed, as clients of mlx_lm.server send it, and the
+    name without its owner."""
     out: dict[str, str] = {}
     for spec, entry in zip(specs, models, strict=True):
         if spec.name is None:
@@ -145,7 +146,7 @@ def _check_names(entries: Sequence[ModelEntry]) -> None:
         if entry.name in (other.name for other in entries[:i]):
             raise StartError(f"two models are called {entry.name!r}: rename one, with NAME=PATH or the file's name")
         if i > 0 and entry.name == DEFAULT_NAME:
-            raise StartError(f"no other model can be called {DEFAULT_NAME!r}: it means the first one")
+            raise StartError(f"no other model can be called {DEFAULT_NAME!r}: this name means the first one")
 
 
 def _check_name(name: str) -> None:
@@ -154,7 +155,7 @@ def _check_name(name: str) -> None:
 
 
 def _aliases(wanted: Sequence[tuple[str, str]], plain: Catalog) -> dict[str, str]:
-    """From alias to model. ``plain`` is the catalog without aliases: an alias of an alias is not found in it."""
+    """From alias to model. ``plain`` is the catalog without aliases, so an alias of an alias is not found in it."""
     out: dict[str, str] = {}
     taken = _taken_names(plain)
     for alias, text in wanted:

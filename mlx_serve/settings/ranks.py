@@ -1,4 +1,4 @@
-"""Several ranks, as mlx.launch starts them: what they must have in common, and what the others do beside rank 0."""
+"""Several ranks, as mlx.launch starts them: what they must have in common, and the work of ranks other than 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlx_serve")
 
 _PACKAGES = ("mlx", "mlx-lm", "llguidance")
-# What decides which tokens are computed when.
+# Settings that decide which tokens are computed in which step.
 _SETTINGS = (
     *("decode_concurrency", "prompt_concurrency", "prefill_step_size", "prompt_cache_size"),
     *("kv_bits", "kv_group_size", "quantized_kv_start", "pipeline"),
@@ -30,7 +30,7 @@ _SETTINGS = (
 
 
 def join() -> Ranks | None:
-    """The ranks, once all are connected; None: this process is alone. Raises StartError."""
+    """The ranks, once all are connected; None if this process is alone. Raises StartError."""
     from mlx_serve.engine.ranks import group as ranks
 
     try:
@@ -40,11 +40,11 @@ def join() -> Ranks | None:
 
 
 def check(settings: Config, catalog: Catalog) -> None:
-    """Refuse what several ranks can't do. Raises StartError."""
+    """Refuses settings that do not work with several ranks. Raises StartError."""
     if settings.draft_model is not None:
         raise StartError("--draft-model does not work with several ranks")
     if settings.prompt_cache_dir is not None:
-        # The ranks would find different files, and so begin their prefills at different tokens.
+        # The ranks would find different files, and would start their prefills at different tokens.
         raise StartError("--prompt-cache-dir does not work with several ranks")
     adapted = [entry.name for entry in catalog.models() if entry.adapter_path is not None]
     if adapted:
@@ -52,7 +52,7 @@ def check(settings: Config, catalog: Catalog) -> None:
 
 
 def greet(ranks: Ranks, settings: Config, device_bytes: int) -> int:
-    """See that all ranks are alike. The memory of the smallest one, in bytes. Raises StartError."""
+    """Checks that all ranks have equal settings. Returns the smallest memory of a rank, in bytes. Raises StartError."""
     mine = _facts(settings)
     first: dict[str, Any] = mine
     if ranks.rank == 0:
@@ -67,12 +67,12 @@ def greet(ranks: Ranks, settings: Config, device_bytes: int) -> int:
         raise StartError(f"rank {ranks.rank} is not like rank 0: {', '.join(differing)}")
     unlike = [rank for rank, row in enumerate(rows) if row[0]]
     if unlike:
-        raise StartError(f"rank {unlike[0]} is not like rank 0: its log says in what")
+        raise StartError(f"rank {unlike[0]} is not like rank 0: its log says how")
     return min(row[1] for row in rows)
 
 
 def watch(ranks: Ranks, timeout_s: float) -> None:
-    """End this process when the ranks have not met for ``timeout_s`` seconds; 0: never."""
+    """Ends this process when the ranks have had no common operation for ``timeout_s`` seconds; 0: never."""
     from mlx_serve.engine.ranks.group import watch
 
     def end() -> None:
@@ -85,9 +85,9 @@ def watch(ranks: Ranks, timeout_s: float) -> None:
 
 
 def follow(store: Store, ranks: Ranks) -> None:
-    """Do what rank 0 says until it ends. Raises EngineLost."""
+    """Follows rank 0 until it ends. Raises EngineLost."""
     log.info("rank %d of %d: following rank 0, which serves", ranks.rank, ranks.size)
-    # A thread of its own, as on rank 0: the main thread is for signals.
+    # Runs in a thread of its own, as on rank 0, because the main thread handles signals.
     with ThreadPoolExecutor(1, thread_name_prefix="mlx-worker") as pool:
         error = pool.submit(Follower(store, ranks).run).exception()
     if error is None:

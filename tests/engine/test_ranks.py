@@ -287,7 +287,7 @@ def test_ranks_with_different_settings_do_not_start(models, tmp_path):
     with ranks(tmp_path, "--model", models / "first", own=own) as (started, _):
         logs = [each.ended() for each in started]
         assert [status for status, _ in logs] == [1, 1]
-        assert "rank 1 is not like rank 0: its log says in what" in logs[0][1]
+        assert "rank 1 is not like rank 0: its log says how" in logs[0][1]
         assert "rank 1 is not like rank 0: decode_concurrency 5 (rank 0: 4)" in logs[1][1]
 
 

@@ -191,9 +191,9 @@ def test_the_help_names_every_flag(capsys):
 def test_the_help_shows_defaults_as_one_would_type_them():
     text = " ".join(config.parser().format_help().split())
     assert "largest request body (default: 32MiB)" in text
-    assert "kept in --prompt-cache-dir (default: 10GB)" in text
+    assert "in --prompt-cache-dir (default: 10GB)" in text
     assert "temperature (default: 0)" in text
-    assert "seconds that running requests get to end after SIGTERM or Ctrl-C (default: 30)" in text
+    assert "seconds for running requests to end after SIGTERM or Ctrl-C (default: 30)" in text
 
 
 @pytest.mark.parametrize(

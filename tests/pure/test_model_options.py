@@ -182,7 +182,7 @@ def test_the_draft_model_is_a_model(root):
         ("--model one --adapter one=lora", "two models are called 'one'"),
         ("--model one --adapter x=two", "adapters not found: two has no adapter_config.json"),
         ("--model one --adapter x=half", "half has no adapters.safetensors"),
-        ("--model one default_model=two", "it means the first one"),
+        ("--model one default_model=two", "this name means the first one"),
         ("--model x*=one", "only an alias may be a pattern"),
         ("--model one --served-model-name " + "x" * 300, "cannot be a model's name"),
         ("--model one --served-model-name x\x07", "cannot be a model's name"),
