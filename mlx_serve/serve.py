@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from mlx_serve import __version__, progress
 from mlx_serve.api.endpoints import Api
-from mlx_serve.api.grammar_child import Limits as GrammarLimits
-from mlx_serve.api.grammars import GrammarCompiler, Vocabulary
+from mlx_serve.api.grammar_child import GrammarLimits
+from mlx_serve.api.grammars import CompilerVocabulary, GrammarCompiler
 from mlx_serve.api.response_store import ResponseStore
 from mlx_serve.api.serving import Services, Tokenizers
 from mlx_serve.api.status import page
@@ -58,7 +58,7 @@ _WORKER_S = 30.0
 class Models(Tokenizers, backend.ModelLoader, Protocol):
     """Where tokenizers and backends come from."""
 
-    def vocabulary(self, entry: ModelEntry) -> Vocabulary:
+    def vocabulary(self, entry: ModelEntry) -> CompilerVocabulary:
         """A model's tokens, for grammars."""
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mlx_serve import serve
-from mlx_serve.api.grammar_child import Limits as GrammarLimits
+from mlx_serve.api.grammar_child import GrammarLimits
 from mlx_serve.api.serving import Services
 from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import Catalog, ModelEntry

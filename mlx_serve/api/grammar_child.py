@@ -18,7 +18,6 @@ import resource
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -30,14 +29,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from mlx_serve.api.grammar_messages import TASK, receive, send
 from mlx_serve.engine.generate.grammars import Tokens, compile_matcher
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.text.grammar_task import compile_task
 from mlx_serve.values import ApiError
 
-# A message on the control socket: its kind, what it is about, and the length of what follows.
-_HEADER = struct.Struct("!cQQ")
-VOCABULARY, TASK = b"v", b"t"
 # Deep recursion has to end the process here rather than the server, whose threads have 2 MB at least.
 _STACK_BYTES = 2**20
 _TICK_S = 0.1
@@ -54,7 +51,7 @@ _REASONS: Mapping[int, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GrammarLimits:
     """What compiling one grammar may take, and how many are compiled at once; more wait in order.
 
     As many that take longer than ``short_s`` go on beside them, so that no ordinary grammar waits for dear ones.
@@ -98,7 +95,7 @@ class _Spare:
 class _Parent:
     """Has a process for each task, and ends those that pass a limit or whose clients have left."""
 
-    def __init__(self, control: socket.socket, limits: Limits) -> None:
+    def __init__(self, control: socket.socket, limits: GrammarLimits) -> None:
         self._control = control
         self._limits = limits
         self._tries: dict[int, Any] = {}
@@ -129,7 +126,7 @@ class _Parent:
             self._kill(task, "gone")
 
     def _receive(self) -> None:
-        found = _receive(self._control)
+        found = receive(self._control)
         if found is None:
             self._serves = False
             return
@@ -245,7 +242,7 @@ class _Parent:
 
 
 def _become(
-    source: socket.socket, tries: Mapping[int, Any], limits: Limits, others: Sequence[socket.socket]
+    source: socket.socket, tries: Mapping[int, Any], limits: GrammarLimits, others: Sequence[socket.socket]
 ) -> NoReturn:
     """What a forked process does: it waits for one task, does it, and ends."""
     code = 1
@@ -264,7 +261,7 @@ def _become(
         os._exit(code)
 
 
-def _bound(limits: Limits) -> None:
+def _bound(limits: GrammarLimits) -> None:
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_CPU, limits.cpu_s)
     if limits.bounds:
@@ -282,7 +279,7 @@ def _lower(kind: int, limit: int) -> None:
 
 def _work(source: socket.socket, tries: Mapping[int, Any]) -> None:
     _warm_up(tries)
-    found = _receive(source)
+    found = receive(source)
     if found is None:
         return
     _, number, data, fds = found
@@ -338,31 +335,9 @@ def resident_bytes(pids: Collection[int]) -> dict[int, int]:
     return {int(pid): int(kilobytes) * 1024 for pid, kilobytes in rows}
 
 
-def send(to: socket.socket, kind: bytes, number: int, data: bytes, fds: Sequence[int] = ()) -> None:
-    """Send a message. Raises OSError."""
-    # Descriptors go with the first bytes.
-    socket.send_fds(to, [_HEADER.pack(kind, number, len(data))], fds)
-    to.sendall(data)
-
-
-def _receive(source: socket.socket) -> tuple[bytes, int, bytes, list[int]] | None:
-    """A message: kind, number, data and descriptors. None when the other end has closed."""
-    header, fds, _, _ = socket.recv_fds(source, _HEADER.size, 1)
-    if len(header) < _HEADER.size:
-        return None
-    kind, number, n_bytes = _HEADER.unpack(header)
-    data = bytearray()
-    while len(data) < n_bytes:
-        piece = source.recv(min(n_bytes - len(data), 2**20))
-        if not piece:
-            return None
-        data += piece
-    return kind, number, bytes(data), fds
-
-
 def main() -> None:
     """``sys.argv[2]`` has the limits; the control socket is stdin."""
-    limits = Limits(**json.loads(sys.argv[2]))
+    limits = GrammarLimits(**json.loads(sys.argv[2]))
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # The end of a process wakes up the poll.

@@ -18,7 +18,8 @@ from dataclasses import asdict
 from threading import BoundedSemaphore, Lock
 from typing import Any, Protocol
 
-from mlx_serve.api.grammar_child import TASK, VOCABULARY, Limits, send
+from mlx_serve.api.grammar_child import GrammarLimits
+from mlx_serve.api.grammar_messages import TASK, VOCABULARY, send
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.generate.grammars import Tokens
 from mlx_serve.text.grammar import Function, Rule, check_installed, refused
@@ -39,7 +40,7 @@ _MAX_VOCABULARIES = 16
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import mlx_serve.api.grammar_child as c; c.main()"
 
 
-class Vocabulary(Protocol):
+class CompilerVocabulary(Protocol):
     """A model's tokens and kept grammars: ``engine.grammars.Vocabulary``."""
 
     number: int
@@ -60,9 +61,11 @@ class Vocabulary(Protocol):
 class GrammarCompiler:
     """Compiles what requests demand of their texts. Any thread."""
 
-    def __init__(self, vocabulary_of: Callable[[ModelEntry], Vocabulary], limits: Limits | None = None) -> None:
+    def __init__(
+        self, vocabulary_of: Callable[[ModelEntry], CompilerVocabulary], limits: GrammarLimits | None = None
+    ) -> None:
         self._vocabulary_of = vocabulary_of
-        self._limits = limits or Limits()
+        self._limits = limits or GrammarLimits()
         self._child: _Child | None = None
         self._closed = False
         self._lock = Lock()
@@ -97,7 +100,7 @@ class GrammarCompiler:
         if child is not None:
             child.close()
 
-    def _ask(self, vocabulary: Vocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
+    def _ask(self, vocabulary: CompilerVocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
         for _ in range(2):
             child = self._started()
             try:
@@ -124,7 +127,7 @@ class GrammarCompiler:
                 self._child = None
         child.close()
 
-    def _taken(self, vocabulary: Vocabulary, task: str, answer: dict[str, Any], param: str) -> Grammar:
+    def _taken(self, vocabulary: CompilerVocabulary, task: str, answer: dict[str, Any], param: str) -> Grammar:
         if "grammar" in answer:
             return vocabulary.keep(task, answer["grammar"], answer["n_bytes"])
         if "refusal" in answer:
@@ -155,7 +158,7 @@ class _ChildLostError(Exception):
 class _Child:
     """One run of ``grammar_child.py``."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: GrammarLimits) -> None:
         self._control, theirs = socket.socketpair()
         self._control.settimeout(_SEND_S)
         command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), json.dumps(asdict(limits))]
@@ -172,7 +175,7 @@ class _Child:
         """Whether it holds as many models' tokens as it may."""
         return len(self._known) >= _MAX_VOCABULARIES
 
-    def ask(self, vocabulary: Vocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
+    def ask(self, vocabulary: CompilerVocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
         """The answer to a task. Raises _ChildLostError, or ClientGone: closing the socket ends the task's process."""
         ours, theirs = socket.socketpair()
         with ours:
@@ -191,7 +194,7 @@ class _Child:
             self._process.kill()
             self._process.wait()
 
-    def _send(self, vocabulary: Vocabulary, task: str, reply: socket.socket) -> None:
+    def _send(self, vocabulary: CompilerVocabulary, task: str, reply: socket.socket) -> None:
         try:
             with self._lock:
                 if vocabulary.number not in self._known:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mlx_serve.api import grammars
-from mlx_serve.api.grammar_child import Limits, resident_bytes
+from mlx_serve.api.grammar_child import GrammarLimits, resident_bytes
 from mlx_serve.api.grammars import GrammarCompiler
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.testing import VOCAB_SIZE, FakeTokenizer
@@ -38,7 +38,7 @@ def start(vocabulary):
     started = []
 
     def one(**limits):
-        started.append(GrammarCompiler(lambda entry: vocabulary, Limits(**{"cpu_s": 1, **limits})))
+        started.append(GrammarCompiler(lambda entry: vocabulary, GrammarLimits(**{"cpu_s": 1, **limits})))
         return started[-1]
 
     yield one

@@ -72,7 +72,7 @@ def server(tmp_path_factory):
         models,
         ServerOptions(address=("127.0.0.1", 0)),
         services=partial(Services, fingerprint="fp_test"),
-        grammar_limits=grammar_child.Limits(cpu_s=1),
+        grammar_limits=grammar_child.GrammarLimits(cpu_s=1),
         first_model="tiny",
     ) as server:
         yield Running(server)
@@ -308,7 +308,7 @@ def test_no_grammar_ends_the_server(server, fields, said):
 
 def test_a_grammar_is_compiled_no_longer_than_its_client_waits():
     # There is one place, for as long as the first client waits.
-    limits = grammar_child.Limits(cpu_s=600, memory_bytes=2**40, at_once=1)
+    limits = grammar_child.GrammarLimits(cpu_s=600, memory_bytes=2**40, at_once=1)
     with serving(grammar_limits=limits) as running:
         leaving = running.connection()
         body = {"messages": [{"role": "user", "content": "hi"}], "json_schema": ENDLESS}
