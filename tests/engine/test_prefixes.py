@@ -510,6 +510,13 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
     assert gone.fetch(prompt) == (None, 0)
 
 
+def test_of_a_prompt_that_is_on_disk_all_but_a_token_is_read(layer):
+    cache = PrefixCache(10, None, tier=Disk([*A * 10], layer()))
+    prompt = ids(A * 10)
+    assert cache.covers(prompt) == 199
+    assert cache.fetch(prompt)[1] == 199
+
+
 def counted(tokens):
     """A cache of one layer that says of which tokens it is."""
     layer = KVCache()
