@@ -1,7 +1,7 @@
 """The values that cross the borders between wire, text, engine and api.
 
-Data without behaviour: nothing here opens a socket, reads a clock or knows a model. Everything may import
-this module; it imports nothing of the package.
+Plain data and the errors that go with it: nothing here opens a socket, reads a clock or knows a model. Every module may
+import this one; it imports no other module of the package.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The bridge: the OpenAI dialect. A request comes in, deltas come out, objects go back."""
+"""Connects wire, text and engine: OpenAI's, Anthropic's and the Responses dialects, and the routes beside them."""

@@ -1,6 +1,6 @@
 """``mlx-serve chat``: a conversation in the terminal with a running server.
 
-The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or a file gets the answer alone.
+The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or a file gets only the answer.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Chat:
 
 
 def _figures(answer: _Answer, now: float) -> str:
-    """What it took. The rate is that of decoding: without the first token, whose time is the prompt's."""
+    """Tokens, rate and time of an answer. The rate leaves out the first token, whose time is the prompt's prefill."""
     if answer.first is None or not answer.n_tokens:
         return "(no text)\n" if not answer.text else ""
     first_s, rest_s = answer.first - answer.began, now - answer.first

@@ -1,6 +1,6 @@
 """Where models may lie on this machine: the places that the server's flags name, and the Hugging Face cache.
 
-Unlike the server's catalog it also tells of what can't be served, since the operator wants to know why.
+Unlike the server's catalog it also lists models that can't be served, with the reason for the operator.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""``mlx-serve models``: what could be served from here, or what a running server has.
+"""``mlx-serve models``: lists the models that could be served from here, or those of a running server.
 
-Takes the server's own flags, so that what is listed is what a server with these flags would look at.
+Takes the server's own flags and lists the models that a server with these flags would find.
 """
 
 from __future__ import annotations

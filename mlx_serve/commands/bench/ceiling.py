@@ -1,7 +1,7 @@
-"""What mlx-lm does with the same prompts without a server, in a child process: the most that a server could reach.
+"""Measures mlx-lm without a server on the same prompts, in a child process: the upper limit for a server.
 
-The child (commands/bench/offline.py) imports MLX and this process does not. One is started when a round is over and
-ended before the next, so that it is never there while the server is measured.
+The child (commands/bench/offline.py) imports MLX, and this process does not. A child starts after a round and ends
+before the next one, so it never runs while the server is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CeilingError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """What one batch came to. Not timed: loading, chat template, tokenizing. ``n_short``: ended before max_tokens."""
+    """The result of one batch. Not timed: loading, chat template, tokenizing. ``n_short``: ended before max_tokens."""
 
     seconds: float
     prompt_tokens: int

@@ -1,8 +1,9 @@
-"""``mlx-serve bench``: gets to know the server, runs a round for each load, and tells what came of it.
+"""``mlx-serve bench``: probes the server, runs a round for each load, and reports the results.
 
     probe -> for each load: warm-up, round, (when asked) the same prompts offline -> text, JSON, picture
 
-Exit status: 0; 1 when a request failed or nothing was measured; 2 for bad flags; 130 after Ctrl-C, with what there is.
+Exit status: 0; 1 when a request failed or nothing was measured; 2 for bad flags; 130 after Ctrl-C, with the results so
+far.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """Of the seeds: each round has its own texts, so that no prefix cache knows them."""
+        """A part of the seeds: each round has its own texts, so that no prefix cache has seen them."""
         return f"{'rate' if self.open_loop else 'clients'} {self.level:g}"
 
 

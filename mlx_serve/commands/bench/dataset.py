@@ -1,7 +1,7 @@
-"""Prompts out of a file: JSONL, or ShareGPT's JSON. A fault names its line or entry.
+"""Reads prompts from a file: JSONL, or ShareGPT's JSON. An error names its line or entry.
 
 A line of JSONL is an object with ``prompt`` (text) or ``messages`` (as in a chat request), and optionally the length of
-the answer in tokens by one of the names that others use for it.
+the answer in tokens, under one of the usual names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DatasetError(Exception):
 
 
 def read_dataset(path: Path, output_tokens: int | None, default: int, *, chat: bool) -> list[Conversation]:
-    """The file's prompts in its order; ``output_tokens`` overrules the file, ``default`` is for lines that don't say.
+    """The file's prompts in its order; ``output_tokens`` overrides the file, ``default`` is for lines without a length.
 
     Raises DatasetError. Without ``chat`` only prompts of text can be sent.
     """
@@ -106,7 +106,7 @@ def _sharegpt(text: str, _chat: bool) -> Iterator[Entry]:
 
 
 def _first_exchange(turns: Iterable[Any], where: str) -> Iterator[Entry]:
-    """The first question and its answer's length. An entry without is passed over, as all who read ShareGPT do."""
+    """The first question and its answer's length. Skips an entry without one, as other readers of ShareGPT do."""
     texts = []
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):

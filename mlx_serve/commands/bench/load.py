@@ -1,9 +1,9 @@
-"""One round of load: conversations, sent in a closed or an open loop by threads that mostly wait. Computes no figures.
+"""One round of load: conversations, sent in a closed or an open loop by threads that mostly wait. Computes no results.
 
     closed_loop    n clients; each takes the next conversation when its own has ended
     open_loop      each conversation at its time, whether or not others have ended
 
-A conversation ends with its first request that fails. Ctrl-C ends the round: what was answered until then is kept.
+A conversation ends with its first failed request. Ctrl-C ends the round; answers until then are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_serve.client.place import Place
 from mlx_serve.commands.bench.stats import Record
 from mlx_serve.commands.bench.workload import Conversation, Message
 
-# How often the main thread looks up: for the progress bar, and for a signal that came just before it began to wait.
+# How often the main thread wakes up: for the progress bar, and for a signal that arrived just before it began to wait.
 _TICK_S = 0.25
 
 
@@ -128,7 +128,7 @@ class Round:
             client.close()
 
     def _visitor(self, conversation: Conversation, due_s: float) -> None:
-        # Of its own: a connection that had waited might be one that the server is just closing.
+        # A new connection: the server might just be closing one that has been idle.
         client = Client(self._target.server, self._connections)
         try:
             self._converse(client, conversation, due_s)

@@ -42,7 +42,7 @@ def _mark(spread: str, mark: str) -> Value:
 
 
 def _line(axes: Any, rounds: Sequence[Measured], value: Value, name: str, color: str) -> None:
-    """A line for the rounds of each kind of loop: their loads are not of one scale."""
+    """A line for each kind of loop, since their loads have different scales."""
     for _, group in groupby(rounds, key=lambda measured: measured.open_loop):
         some = list(group)
         values = [value(measured) for measured in some]

@@ -1,4 +1,4 @@
-"""What has to be known of a server before load is sent: how it counts tokens, and whether it takes ignore_eos."""
+"""Finds out, before load is sent, how a server counts tokens and whether it accepts ignore_eos."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.bench.workload import Message, Sizes, words
 
 _N_FEW = 4
-# More words tell a tokenizer's mean better; a short context has no room for them.
+# More words give a better mean for a tokenizer, but may not fit into a short context.
 _MORE_WORDS = (10, 100)
 _REFUSED = (400, 422)
 
@@ -50,7 +50,7 @@ def probe(target: LoadTarget, ignore_eos: bool | None, input_tokens: int) -> Pro
 
 
 def _with(target: LoadTarget, fields: Mapping[str, Any]) -> LoadTarget:
-    # What the user wrote wins.
+    # Fields from the user win.
     return replace(target, fields={**fields, **target.fields})
 
 

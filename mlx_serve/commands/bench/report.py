@@ -11,7 +11,7 @@ from mlx_serve.commands.bench.ceiling import Offline
 from mlx_serve.commands.bench.stats import Record, Spread, Summary
 
 _MARKS = ("mean", "p50", "p90", "p95", "p99", "max")
-# From here on the figures are as much about the client as about the server.
+# Above this share of a processor, the client itself influences the results.
 _BUSY = 0.5
 _LATE_MS = 50.0
 

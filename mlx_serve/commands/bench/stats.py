@@ -1,4 +1,4 @@
-"""Figures out of times and counts. Definitions are those of docs/bench.md; arithmetic alone."""
+"""Computes a round's results from times and counts, by the definitions in docs/bench.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What makes a request good, in seconds; None asks for nothing. ``itl_s`` bounds every gap of it."""
+    """The goals for a request, in seconds; None: no goal. ``itl_s`` limits every gap."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -70,7 +70,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a round came to. Rates are per second of ``seconds``: from its begin to the end of its last answer.
+    """The results of a round. Rates are per second of ``seconds``: from its first request to its last answer.
 
     ``n_short``: answers with fewer tokens than asked for; ``n_silent``: without any text, hence without a TTFT.
     """
@@ -96,7 +96,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of rising values, linear between neighbours as numpy has it. Raises IndexError when there are none."""
+    """A percentile of sorted values, linear between neighbours as in numpy. Raises IndexError when there are none."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -104,7 +104,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """Of seconds, in milliseconds; None without any."""
+    """The spread of times in seconds, in milliseconds; None without values."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None

@@ -1,4 +1,4 @@
-"""``mlx-serve doctor``: would a server with these flags work here? Says what to do about what would stop it.
+"""``mlx-serve doctor``: checks whether a server with these flags would work here, and says how to fix problems.
 
 Takes the server's own flags. Changes nothing and serves nothing.
 """
@@ -30,7 +30,7 @@ from mlx_serve.settings import models as model_options
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 
-# Weights beside which nothing fits: the KV cache and the work space need their part.
+# With weights above this share, the KV cache and the work space no longer fit.
 _TIGHT = 0.9
 
 

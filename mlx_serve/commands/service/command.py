@@ -1,7 +1,7 @@
 """``mlx-serve install-service [OPTIONS] -- FLAGS``: files that start a server with these flags at boot.
 
 Writes files that this user may write, and prints the commands that remain. It runs none of them: they need root, and
-who runs a machine wants to see them first.
+the operator should see them first.
 """
 
 from __future__ import annotations
