@@ -189,7 +189,7 @@ class Config:
         low=1,
     )
     max_json_values: int = flag(
-        _LIMITS, 2**20, "most values in a JSON body, counted as its brackets and commas", parse=int, low=1024
+        _LIMITS, 2**20, "most values in a JSON body, counted as its brackets, commas and colons", parse=int, low=1024
     )
     max_header_bytes: int = flag(_LIMITS, 64 * 2**10, "largest header section", parse=size, low=1024)
     max_connections: int = flag(
