@@ -1,4 +1,4 @@
-"""Where models may lie on this machine: the places that the server's flags name, and the Hugging Face cache.
+"""What could be served on this machine, and what could not and why: by the server's own rules for names and places.
 
 Unlike the server's catalog it also lists models that can't be served, with the reason for the operator.
 """
@@ -6,14 +6,13 @@ Unlike the server's catalog it also lists models that can't be served, with the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from huggingface_hub import scan_cache_dir
-from huggingface_hub.errors import CacheNotFound
-
-from mlx_serve.engine.model_files import ModelFiles, look_into
+from mlx_serve.engine.model_files import Fault, ModelFiles, look_into
+from mlx_serve.engine.model_places import ModelPlace, below, hub_path, in_hub_cache
 from mlx_serve.paths import expanded
+from mlx_serve.settings import models as model_options
 from mlx_serve.settings.config import Config
 
 
@@ -27,50 +26,32 @@ class Found:
 
 
 def models(settings: Config) -> list[Found]:
-    """What the flags name, then the model directories, then the cache; each directory once."""
-    seen: dict[Path, Found] = {}
-    for found in (*_named(settings), *_below_roots(settings), *hub_models()):
-        seen.setdefault(found.files.path.resolve(), found)
-    return list(seen.values())
+    """What the flags name, then the model directories, or else the cache; each directory once."""
+    by_path: dict[Path, Found] = {}
+    by_name: dict[str, Path] = {}
+    for source, place in _places(settings):
+        if place.path.resolve() in by_path:
+            continue
+        first = by_name.setdefault(place.name, place.path)
+        hidden = "" if first == place.path else f"the name {place.name!r} leads to {first}"
+        by_path[place.path.resolve()] = Found(place.name, source, _with_fault(place, place.fault or hidden))
+    return list(by_path.values())
 
 
-def named(settings: Config) -> list[tuple[str | None, str]]:
-    """The models that the flags name: a name, when they give one, and a directory or repository."""
-    found = [(spec.name, spec.path or spec.repo or "") for spec in settings.models]
-    found += [_name_and_place(text) for text in settings.model]
-    if found and settings.served_model_name:
-        found[0] = (settings.served_model_name[0], found[0][1])
-    return found
+def _places(settings: Config) -> Iterator[tuple[str, ModelPlace]]:
+    for spec in model_options.named(settings):
+        source = model_options.place(spec)
+        path = expanded(source) if expanded(source).is_dir() else hub_path(source)
+        if path is not None:
+            yield "--model", ModelPlace(model_options.name_of(spec, path), path)
+    for root in map(expanded, settings.model_dir):
+        yield from ((str(root), place) for place in below(root))
+    if model_options.uses_hub_cache(settings):
+        yield from (("hub cache", place) for place in in_hub_cache())
 
 
-def _name_and_place(text: str) -> tuple[str | None, str]:
-    """NAME=PATH, unless that is a path itself."""
-    name, sign, place = text.partition("=")
-    if sign and place and "/" not in name and not expanded(text).exists():
-        return name, place
-    return None, text
-
-
-def _named(settings: Config) -> Iterator[Found]:
-    for name, place in named(settings):
-        path = expanded(place)
-        if path.is_dir():
-            yield Found(name or path.resolve().name, "--model", look_into(path))
-
-
-def _below_roots(settings: Config) -> Iterator[Found]:
-    for root in (expanded(root) for root in settings.model_dir):
-        for file in sorted([*root.glob("*/config.json"), *root.glob("*/*/config.json")]):
-            yield Found(file.parent.relative_to(root).as_posix(), str(root), look_into(file.parent))
-
-
-def hub_models() -> Iterator[Found]:
-    """The repositories in the Hugging Face cache, at their main revision."""
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
-        main = repo.refs.get("main")
-        if repo.repo_type == "model" and main is not None:
-            yield Found(repo.repo_id, "hub cache", look_into(main.snapshot_path))
+def _with_fault(place: ModelPlace, text: str) -> ModelFiles:
+    files = look_into(place.path)
+    if not text:
+        return files
+    return replace(files, faults=(*files.faults, Fault(text, "rename the directory, or name it: --model NAME=PATH")))

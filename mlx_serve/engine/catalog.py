@@ -15,19 +15,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from huggingface_hub import scan_cache_dir, snapshot_download
-from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
-
 from mlx_serve.engine.architectures import architecture_fault
 from mlx_serve.engine.model_directory import read_object
+from mlx_serve.engine.model_places import ModelPlace, below, hub_path, in_hub_cache, name_parts
 from mlx_serve.values import ApiError
 
 # mlx_lm.server's name for "the model of the command line".
 DEFAULT_NAME = "default_model"
-# What one part of a model's name may hold: no separator, no leading dot, so no way out of a directory.
-_NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]{0,127}")
-# Model directories are laid out as NAME or as OWNER/NAME.
-_MAX_PARTS = 2
 # Of the names that an operator gives, and of those that a pattern takes.
 MAX_NAME_CHARS = 256
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -157,10 +151,18 @@ class Catalog:
 
     def entries(self) -> list[ModelEntry]:
         """All models that could be served, the default first, each name once."""
-        found = self.models()
-        found += [entry for root in self._roots for entry in _entries_below(root)]
-        found += list(_hub_entries()) if self._use_hub_cache else []
-        return list({entry.name: entry for entry in reversed(found)}.values())[::-1]
+        # The first place with a name hides the others, whatever is in it: requests get that one.
+        places: dict[str, ModelPlace] = {}
+        for place in self._places():
+            places.setdefault(place.name, place)
+        others = [place for place in places.values() if not place.fault and place.name not in self._models]
+        return [*self.models(), *(entry for place in others for entry in _readable(place.name, place.path))]
+
+    def _places(self) -> Iterator[ModelPlace]:
+        for root in self._roots:
+            yield from below(root)
+        if self._use_hub_cache:
+            yield from in_hub_cache()
 
     def listing(self) -> list[tuple[str, ModelEntry]]:
         """Public names and what they lead to: the models, and then the aliases whose models are there."""
@@ -186,10 +188,8 @@ class Catalog:
         return next((model for pattern, model in self._patterns.items() if _fits(name, pattern)), None)
 
     def _find_below_roots(self, name: str) -> ModelEntry | None:
-        parts = name.split("/")
-        if len(parts) > _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
-            return None
-        for root in self._roots:
+        parts = name_parts(name)
+        for root in self._roots if parts else ():
             path = root.joinpath(*parts)
             if (path / "config.json").is_file() and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
@@ -234,36 +234,10 @@ def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
         ) from None
 
 
-def _entries_below(root: Path) -> Iterator[ModelEntry]:
-    for config in sorted([*root.glob("*/config.json"), *root.glob("*/*/config.json")]):
-        path = config.parent
-        name = path.relative_to(root).as_posix()
-        if all(_NAME_PART.fullmatch(part) for part in name.split("/")):
-            yield from _readable(name, path)
-
-
 def _find_in_hub_cache(name: str) -> ModelEntry | None:
-    # Not by scanning the cache: that looks at every file of every repository, and this is asked for each request.
-    parts = name.split("/")
-    if len(parts) != _MAX_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
-        return None
-    try:
-        path = Path(snapshot_download(name, local_files_only=True, allow_patterns=["config.json"]))
-    except (LocalEntryNotFoundError, HFValidationError, CacheNotFound):
-        return None
+    path = hub_path(name)
     # Laid out as models--OWNER--NAME/snapshots/COMMIT.
-    return _entry_or_refuse(name, path) if _is_spelled_so(path.parents[1], 1) else None
-
-
-def _hub_entries() -> Iterator[ModelEntry]:
-    try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
-        return
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
-        main = repo.refs.get("main")
-        if repo.repo_type == "model" and main is not None:
-            yield from _readable(repo.repo_id, main.snapshot_path)
+    return _entry_or_refuse(name, path) if path is not None and _is_spelled_so(path.parents[1], 1) else None
 
 
 def _readable(name: str, path: Path) -> Iterator[ModelEntry]:

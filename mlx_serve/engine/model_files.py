@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_serve.engine.architectures import architecture_fault
 from mlx_serve.engine.catalog import NotAModelError, read_entry
 from mlx_serve.engine.model_directory import MAX_TOKENIZER_BYTES, check_files, open_regular, parse_json, read_object
 
@@ -54,6 +55,8 @@ def look_into(path: Path) -> ModelFiles:
     model_type = config.get("model_type")
     if not faults and not isinstance(model_type, str):
         faults.append(Fault("config.json has no model_type", "download the model again, in mlx-lm's format"))
+    if unknown := architecture_fault(config):
+        faults.append(Fault(unknown, "update mlx-lm within the range that mlx-serve allows, or use another model"))
     faults += _strange_files(path)
     faults += _weight_faults(path)
     faults += _tokenizer_faults(path)

@@ -39,7 +39,7 @@ def catalog(settings: Config, locate: Locate, progress: Progress | None = None) 
         Catalog,
         default,
         roots=roots,
-        use_hub_cache=default is None and not roots,
+        use_hub_cache=uses_hub_cache(settings),
         models=entries[1:],
         short_names=_short_names(specs, models),
     )
@@ -59,20 +59,34 @@ def draft_path(settings: Config, locate: Locate) -> Path | None:
 
 
 def _specs(settings: Config, progress: Progress | None) -> list[ModelSpec]:
-    """The models that the operator names, the default first, with the flags that apply to the default."""
-    named = list(settings.models) or [_spec(text) for text in settings.model]
-    if settings.demo:
-        if named:
-            raise StartError("--demo and --model (or the file's [[models]]) exclude each other")
-        named = [ModelSpec(name=demo.DEMO_MODEL_NAME, path=str(demo.ensure_demo_model(progress=progress)))]
-    if not named:
-        if settings.adapter_path or settings.adapter or settings.served_model_name:
+    """The models as the operator names them, the demo model among them."""
+    if not settings.demo:
+        specs = named(settings)
+        if not specs and (settings.adapter_path or settings.adapter or settings.served_model_name):
             raise StartError("--adapter-path, --adapter and --served-model-name need --model")
-        return []
-    name, *aliases = settings.served_model_name or (named[0].name,)
+        return specs
+    if settings.models or settings.model:
+        raise StartError("--demo and --model (or the file's [[models]]) exclude each other")
+    path = str(demo.ensure_demo_model(progress=progress))
+    return _with_flags(settings, [ModelSpec(name=demo.DEMO_MODEL_NAME, path=path)])
+
+
+def named(settings: Config) -> list[ModelSpec]:
+    """The models of --model, or of the file, the default first, with the flags that apply to the default."""
+    specs = list(settings.models) or [_spec(text) for text in settings.model]
+    return _with_flags(settings, specs) if specs else []
+
+
+def _with_flags(settings: Config, specs: Sequence[ModelSpec]) -> list[ModelSpec]:
+    name, *aliases = settings.served_model_name or (specs[0].name,)
     # `None` is a valid value only for a model's own name; it means "use the directory's name".
-    aliases = [*filter(None, aliases), *named[0].aliases]
-    return [replace(named[0], name=name, aliases=tuple(aliases), adapter_path=settings.adapter_path), *named[1:]]
+    aliases = [*filter(None, aliases), *specs[0].aliases]
+    return [replace(specs[0], name=name, aliases=tuple(aliases), adapter_path=settings.adapter_path), *specs[1:]]
+
+
+def uses_hub_cache(settings: Config) -> bool:
+    """Whether requests may name what is in the Hugging Face cache: only where the operator named nothing."""
+    return not (settings.demo or settings.models or settings.model or settings.model_dir)
 
 
 def _spec(text: str) -> ModelSpec:
@@ -83,16 +97,14 @@ def _spec(text: str) -> ModelSpec:
 
 
 def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
-    source = _source(spec)
+    source = place(spec)
     is_directory = expanded(source).exists()
     if spec.path is not None and not is_directory:
         # Without this check, a mistyped path might be looked for on the hub.
         raise StartError(f"model not found: there is no directory {source!r}")
     path = locate(source)
-    # A directory's name, or a repository's whole id. The path of a directory is not shown to clients.
-    name = spec.name if spec.name is not None else path.resolve().name if is_directory else source
     return replace(
-        read_entry(name, path, _adapter(spec.adapter_path)),
+        read_entry(name_of(spec, path), path, _adapter(spec.adapter_path)),
         chat_template=spec.chat_template,
         template_options=spec.chat_template_args,
         max_model_len=spec.max_model_len,
@@ -100,7 +112,19 @@ def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
     )
 
 
-def _source(spec: ModelSpec) -> str:
+def name_of(spec: ModelSpec, path: Path) -> str:
+    """What clients call a model: the given name, or a directory's name, or a repository's whole id.
+
+    The path to a directory is the operator's matter and not for clients.
+    """
+    if spec.name is not None:
+        return spec.name
+    source = place(spec)
+    return path.resolve().name if expanded(source).exists() else source
+
+
+def place(spec: ModelSpec) -> str:
+    """The directory or the repository that a model is given as."""
     return spec.path or spec.repo or ""
 
 
@@ -133,7 +157,7 @@ def _short_names(specs: Sequence[ModelSpec], models: Sequence[ModelEntry]) -> di
     out: dict[str, str] = {}
     for spec, entry in zip(specs, models, strict=True):
         if spec.name is None:
-            for name in (_source(spec), entry.name.rsplit("/", 1)[-1]):
+            for name in (place(spec), entry.name.rsplit("/", 1)[-1]):
                 out.setdefault(name, entry.name)
     return out
 

@@ -52,8 +52,8 @@ ORDER = {
     "commands/doctor": "finding checks command",
     "commands/service": "files command",
     "demo": "gguf model",
-    "engine": "errors token_ids memory architectures model_directory catalog backend load_errors model_files cache"
-    " generate ranks models schedule",
+    "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
+    " model_files cache generate ranks models schedule",
     "engine/cache": "kinds size file state index store disk prefixes",
     "engine/generate": "prefill_budget prefill trial pooling grammars constraints sampling token_choice scoring"
     " embedding sequence loaded batch single",

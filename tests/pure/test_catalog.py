@@ -104,7 +104,7 @@ WEIRD = ["../secret", "a=b", "%2e%2e", "a\\b", "a\x00b", "x" * 300, "ｇ", ""]
 @pytest.mark.parametrize("name", WEIRD)
 def test_no_name_is_looked_for_in_the_hub_s_cache_that_is_no_repository_s(name, monkeypatch):
     asked = []
-    monkeypatch.setattr("mlx_serve.engine.catalog.snapshot_download", lambda *args, **_: asked.append(args))
+    monkeypatch.setattr("mlx_serve.engine.model_places.snapshot_download", lambda *args, **_: asked.append(args))
     for odd in (name, f"owner/{name}", f"{name}/model"):
         with pytest.raises(ApiError) as caught:
             Catalog(use_hub_cache=True).find(odd)
@@ -245,8 +245,8 @@ def test_what_was_downloaded_is_served_by_its_repository_s_name(tmp_path, monkey
     (repo / "blobs").mkdir()
     scan = functools.partial(huggingface_hub.scan_cache_dir, tmp_path)
     download = functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
-    monkeypatch.setattr("mlx_serve.engine.catalog.scan_cache_dir", scan)
-    monkeypatch.setattr("mlx_serve.engine.catalog.snapshot_download", download)
+    monkeypatch.setattr("mlx_serve.engine.model_places.scan_cache_dir", scan)
+    monkeypatch.setattr("mlx_serve.engine.model_places.snapshot_download", download)
     catalog = Catalog(use_hub_cache=True)
     assert catalog.find("mlx-community/Tiny").path == repo / "snapshots" / "abc123"
     assert [entry.name for entry in catalog.entries()] == ["mlx-community/Tiny"]

@@ -100,7 +100,7 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
     """The directories of the models that the flags name, and what there is to say of those that are not here."""
     if settings.demo:
         return [], [_demo()]
-    named = [place for _, place in model_list.named(settings)]
+    named = [model_options.place(spec) for spec in model_options.named(settings)]
     places = [_place(text) for text in (*named, settings.draft_model) if text]
     there = [place for place in places if isinstance(place, Path)]
     findings = [place for place in places if isinstance(place, Finding)]
@@ -164,7 +164,8 @@ def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Findin
     for fault in files.faults:
         if fault.fatal or not settings.chat_template:
             yield Finding("problem" if fault.fatal else "note", "model", fault.text, fault.advice)
-    if unknown := probe.facts.get("architecture"):
+    unknown = probe.facts.get("architecture")
+    if unknown and unknown not in (fault.text for fault in files.faults):
         advice = "update mlx-lm within the range that mlx-serve allows, or use another model"
         yield Finding("problem", "model", unknown, advice)
     if unreadable := probe.facts.get("tokenizer"):
@@ -213,5 +214,6 @@ def _places(settings: Config) -> Iterator[Finding]:
             yield Finding("note", "models", f"{model.name} cannot be served: {fault.text}", fault.advice)
     n_good = sum(model.files.servable for model in models)
     size = bytes_text(sum(model.files.weight_bytes for model in models))
-    where = ", ".join([*settings.model_dir, f"the hub cache ({HF_HUB_CACHE})"])
-    yield Finding("ok", "models", f"{n_good} can be served, {size} in {where}")
+    hub = [f"the hub cache ({HF_HUB_CACHE})"] if model_options.uses_hub_cache(settings) else []
+    if where := ", ".join([*settings.model_dir, *hub]):
+        yield Finding("ok", "models", f"{n_good} can be served, {size} in {where}")
