@@ -36,7 +36,7 @@ print(json.dumps([mlx_serve.__file__, paths]))
 
 def statuses(package: Path) -> dict:
     asked = json.dumps({path: body for paths in BODIES.values() for path, body in paths.items()})
-    environment = {"PYTHONPATH": f"{package.parent}:{HERE}", "PATH": ""}
+    environment = {"PYTHONPATH": f"{package.parent}:{PACKAGE.parent}", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", ASK, asked], capture_output=True, text=True, check=True, cwd=HERE, env=environment
     )
