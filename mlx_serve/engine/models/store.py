@@ -264,7 +264,7 @@ class ModelStore:
                 self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
             )
         # Stages of a pipeline hold other kinds of layers, of which one may be cut back where another can't; and their
-        # bytes differ, so rank 0 alone counts them (distributed.py).
+        # bytes differ, so rank 0 alone counts them (ranks/protocol.py).
         size = 0 if self._sharding.pipeline and not trimmable else self._prompt_cache_size
         return PrefixCache(size, None, trimmable=trimmable)
 

@@ -1,4 +1,4 @@
-"""The other ranks: they do to their part what rank 0 says that it does (distributed.py)."""
+"""The other ranks: they do to their part what rank 0 says that it does (protocol.py)."""
 
 from __future__ import annotations
 

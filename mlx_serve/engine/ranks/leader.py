@@ -1,4 +1,4 @@
-"""Rank 0 of several: what the scheduler opens models with and steps, saying first what it does (distributed.py)."""
+"""Rank 0 of several: what the scheduler opens models with and steps, saying first what it does (protocol.py)."""
 
 from __future__ import annotations
 
