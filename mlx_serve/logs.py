@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from mlx_serve.values import ACCESS_LOG
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-# Libraries that tell of each of their own requests and lock files at INFO.
+# Libraries that log each of their own requests and lock files at INFO.
 _CHATTY = ("httpx", "httpcore", "httpx2", "httpcore2", "urllib3", "filelock", "transformers", "huggingface_hub")
 # Lines that wait to be written; beyond it they are dropped.
 _MAX_WAITING = 4096
@@ -40,7 +40,7 @@ def configure(level: str, form: Literal["text", "json"], environ: Mapping[str, s
     handler = PatientHandler(sink)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    # Whoever warns would else write to stderr itself, and wait there.
+    # Otherwise a warning would be written to stderr directly, and its thread could block there.
     logging.captureWarnings(True)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -153,7 +153,7 @@ class PatientHandler(logging.Handler):
             self._changed.wait_for(lambda: not self._lines and not self._is_writing, _LAST_LINES_S)
 
     def close(self) -> None:
-        """The same, and no more lines."""
+        """Waits as ``flush`` does, and accepts no more lines."""
         with self._changed:
             self._tell_loss()
             self._changed.notify_all()

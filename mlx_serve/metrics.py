@@ -1,4 +1,4 @@
-"""What the server counts, and which requests run: plain Python, an object that is handed down and never a global.
+"""Metrics and running requests: plain Python, in an object that is passed down and never a global.
 
 Names and meanings are vLLM's where there is one (docs/metrics.md). A lock is held for one addition. Every label takes
 its values from the server's own tables, and a family has a bound on its series all the same. Must not know HTTP, models
@@ -21,7 +21,7 @@ Labels: TypeAlias = tuple[str, ...]
 Phase: TypeAlias = Literal["queued", "prefill", "decoding"]
 
 MAX_SERIES = 512
-# Of the latest observations: a live view wants to know how it is now, not since the start.
+# Number of latest observations: a live view shows the present, not the time since the start.
 N_RECENT = 512
 N_ERRORS = 50
 
@@ -256,7 +256,7 @@ class Trace:
             metrics.prefix_hits.add(cached_tokens, self.model)
 
     def token(self, index: int) -> None:
-        """One of its sequences has a token more."""
+        """One of its sequences has one more token."""
         metrics, now = self.metrics, self.metrics.clock()
         if self.first_token_at is None:
             self.first_token_at = now

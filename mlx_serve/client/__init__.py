@@ -1,1 +1,1 @@
-"""What commands and benchmarks ask servers with: OpenAI's API from the client's side. Standard library only."""
+"""A client of OpenAI's API for the commands and the benchmarks. Standard library only."""

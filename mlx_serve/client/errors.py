@@ -1,4 +1,4 @@
-"""Why a request got no full answer: one exception for every way in which that happens."""
+"""One exception, Failure, for every reason why a request got no full answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes, as the HTML standard has them; strict, and with a bound. Reads no socket.
+"""A strict parser of server-sent events by the HTML standard, with a size limit. Reads no socket.
 
 Only the data of events matters here: ``event``, ``id`` and ``retry`` are skipped, as comments are.
 https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -11,7 +11,7 @@ MAX_EVENT_BYTES = 4 << 20
 
 
 class EventError(ValueError):
-    """What came is no stream of events."""
+    """The bytes are not a stream of events."""
 
 
 class EventReader:

@@ -1,4 +1,4 @@
-"""Where a server is: a base URL and a key, from what a user typed. Opens nothing."""
+"""A server's address: a base URL and a key, from the user's input. Opens no connection."""
 
 from __future__ import annotations
 

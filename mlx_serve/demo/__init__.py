@@ -1,1 +1,1 @@
-"""The demo model: a small real model out of a package on PyPI, made ready for mlx-lm."""
+"""The demo model: a small real model from a PyPI package, converted for mlx-lm."""
