@@ -263,6 +263,20 @@ def _answer(script: Script) -> Callable[[Job], list[int]]:
     return lambda job: [*tokens_of(script(FakeTokenizer().decode(job.prompt.tokens))), EOS]
 
 
+def _render(messages, tools, options) -> str:
+    """Lines of role and content, with all that a chat template shows of tools and calls."""
+    lines = [f"tools: {json.dumps(tools)}"] if tools else []
+    for message in messages:
+        calls = [f"{call['function']['name']} {_as_text(call['function'])}" for call in message.get("tool_calls", ())]
+        lines.append(f"{message['role']}: {message['content']}{''.join(calls)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _as_text(function) -> str:
+    arguments = function["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def _endless(_job: Job) -> Iterator[int]:
     return repeat(ord("x"))
 
@@ -284,6 +298,7 @@ def served(
     with testing.serving(
         lambda _: FakeBackend(capacity=capacity, answer=answer, on_step=steps),
         catalog=Catalog(entry, [MODEL]),
+        tokenizer=FakeTokenizer(render=_render),
         options=ServerOptions(address=("127.0.0.1", 0), access=AccessPolicy(api_keys=api_keys)),
         limits=Limits(max_queue=max_queue),
         wrap=Checked,

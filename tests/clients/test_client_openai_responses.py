@@ -122,12 +122,10 @@ def test_tools_loop(model, client):
     response = client.responses.create(model="fake", input=talk, tools=[WEATHER])
     talk += [*response.output, output_for(response)]
     assert client.responses.create(model="fake", input=talk, tools=[WEATHER]).output_text == f"It is {REPORT}."
-    assert (
-        model.asked()
-        == f"[tools get_weather]\n[user]Weather?\n[assistant]{CALL}\n[tool]{REPORT}\n[assistant]".replace(
-            "Zürich", "Z\\u00fcrich"
-        )
-    )
+    named, _schemas, *turns = model.asked().split("\n")
+    assert named == "[tools get_weather]"
+    call = CALL.replace("Zürich", "Z\\u00fcrich")
+    assert turns == ["[user]Weather?", f"[assistant]{call}", f"[tool]{REPORT}", "[assistant]"]
 
 
 def test_tools_loop_by_the_response_before(model, client):
