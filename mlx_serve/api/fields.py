@@ -16,6 +16,8 @@ from pydantic_core import PydanticCustomError
 from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS
 
 MAX_STOPS = 64
+# Each entry is checked one by one, and each step adds all of them to the logits.
+MAX_BIASES = 16_384
 # As many as the largest vocabularies have.
 MAX_ALLOWED_IDS = 2**18
 MAX_STOP_CHARS = 1024
@@ -85,6 +87,8 @@ def _stop_list(value: Any) -> Any:
 def _logit_bias(value: Any) -> Any:
     if not isinstance(value, dict):
         refuse("Must be an object of token id to bias.")
+    if len(value) > MAX_BIASES:
+        refuse(f"At most {MAX_BIASES} tokens.")
     for token, bias in value.items():
         if not re.fullmatch(r"[0-9]{1,9}", token, re.ASCII):
             refuse("Its keys must be token ids.")

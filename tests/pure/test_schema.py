@@ -147,6 +147,7 @@ def test_no_value_of_any_field_raises_anything_but_an_api_error(fields, kind):
         ({"logit_bias": {"-1": 1}}, "logit_bias", None),
         ({"logit_bias": {"1": 101}}, "logit_bias", None),
         ({"logit_bias": {"1": "x"}}, "logit_bias", None),
+        ({"logit_bias": {str(token): 1 for token in range(16_385)}}, "logit_bias", None),
         ({"seed": 1.5}, "seed", "invalid_type"),
         ({"logprobs": 3}, "logprobs", "invalid_type"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", None),
