@@ -1,1 +1,1 @@
-"""Tool calls as models write them: what each family writes, and readers that take it as it comes."""
+"""Tool calls in models' answers: a description of each format, and readers that parse the text as it streams."""

@@ -1,6 +1,7 @@
-"""What a tool-call format is, and how a reader is made of its description. Knows no family of models by name.
+"""Describes a tool-call format as data and builds its reader. Knows no model family by name.
 
-A description is a shape of what stands before the arguments (``headed``), or the tags around the values (``tagged``).
+A format is described by the shape of the text before the arguments (``headed``) or by the tags around each value
+(``tagged``). ``registry`` lists the formats of the known families.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlx_serve.text.calls.xml_reader import Markup, XmlCalls
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The tools of a request, and mlx-lm's parser for them."""
+    """The tools that a request offers, and mlx-lm's parser for the model's calls."""
 
     tools: Sequence[dict[str, Any]]
     parse: Callable[[str], list[dict[str, Any]]]
@@ -27,7 +28,7 @@ class Offer:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def schema_of(self, name: str) -> Schema:
-        """The schema of a tool's arguments."""
+        """The JSON schema of the arguments of the tool ``name``."""
         found = (tool["function"].get("parameters") for tool in self.tools if tool["function"]["name"] == name)
         parameters = next(found, None)
         return Schema(parameters, parameters)
@@ -38,12 +39,14 @@ NewReader: TypeAlias = Callable[[Frame, Offer], Reader]
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How a model writes tool calls. ``closing`` may be "": then a call ends with the answer, or where one opens.
+    """How a model writes tool calls.
 
-    ``own_openings`` open calls too and are their first words; models leave the opening marker out. ``between``: markers
-    that stand between and around calls. ``bare``: the reader of an answer that may be a call without any marker.
-    ``is_offered_only``: the name alone makes a call of any text, so only offered names are calls. ``taught``
-    is how a model is told to write a call where JSON between the markers is no way.
+    ``opening``, ``closing``: the markers around the calls. With ``closing`` "" a call ends at the next opening, or with
+    the answer. ``own_openings``: texts that open a call without the opening marker, which models sometimes leave out;
+    each is also the first text of the call. ``between``: markers that may stand before, between and after calls.
+    ``bare``: makes the reader of an answer that may be a call without any marker. ``is_offered_only``: a call's text
+    is little more than a name, so only the names of offered tools are read as calls. ``taught``: the example of a call
+    that the prompt shows to the model, if the format is not JSON between the markers.
     """
 
     opening: str
@@ -57,26 +60,26 @@ class CallFormat:
 
     @property
     def example(self) -> str:
-        """A call as the reader takes it, with FUNCTION and {ARGUMENTS}, for models whose template teaches none."""
+        """A call with the placeholders FUNCTION and {ARGUMENTS}, for models whose template teaches no format."""
         return self.taught or f'{self.opening}\n{{"name": "FUNCTION", "arguments": {{ARGUMENTS}}}}\n{self.closing}'
 
     def openings(self) -> tuple[str, ...]:
-        """All that opens a call."""
+        """Every text that opens a call."""
         return (self.opening, *(text for text in self.own_openings if text != self.opening))
 
 
 def json_calls(frame: Frame, offer: Offer) -> Reader:
-    """{"name": ..., "arguments": {...}}, and lists of them."""
+    """Reads {"name": ..., "arguments": {...}}, and lists of such objects."""
     return JsonCalls(frame)
 
 
 def named_json(frame: Frame, offer: Offer) -> Reader:
-    """{NAME: {...}}, and lists of them."""
+    """Reads {NAME: {...}}, and lists of such objects."""
     return JsonCalls(Frame(frame.closing, frame.between, names=offer.names()), by_name=True)
 
 
 def headed(header: str, end: str = "", *delimiters: str) -> NewReader:
-    """A name in a header, and then the arguments; see HeaderCalls. JSON calls are read as well."""
+    """Reads calls of a header with the name, then the arguments (see HeaderCalls). Reads JSON calls too."""
 
     def new(frame: Frame, offer: Offer) -> Reader:
         return AnyCalls(JsonCalls(frame), HeaderCalls(frame, header, end, delimiters))
@@ -85,7 +88,7 @@ def headed(header: str, end: str = "", *delimiters: str) -> NewReader:
 
 
 def tagged(markup: Markup, header: str = "{json}", end: str = "") -> NewReader:
-    """Tags around values; see XmlCalls. JSON calls are read as well, and behind a ``header`` all arguments as JSON."""
+    """Reads calls of tags around values (see XmlCalls). Reads JSON calls too, and JSON arguments after ``header``."""
 
     def new(frame: Frame, offer: Offer) -> Reader:
         others = [HeaderCalls(frame, header, end)] if "{name}" in header else []
@@ -95,7 +98,7 @@ def tagged(markup: Markup, header: str = "{json}", end: str = "") -> NewReader:
 
 
 def parsed_calls(frame: Frame, offer: Offer) -> Reader:
-    """Whatever mlx-lm parses."""
+    """Reads whatever mlx-lm's parser accepts."""
     return WholeCalls(frame, offer.parse)
 
 
@@ -104,20 +107,20 @@ _LLAMA = " <function={name}> {json}"
 
 
 def llama_calls(frame: Frame, offer: Offer) -> Reader:
-    """JSON; <function=NAME>{...}</function>; [NAME(key=value)]."""
-    # Code that is to be run looks like a call as well.
+    """Reads JSON; <function=NAME>{...}</function>; [NAME(key=value)]."""
+    # The Python form also matches code in an answer. Only the names of offered tools make it a call.
     offered = Frame(frame.closing, frame.between, names=offer.names())
     return AnyCalls(JsonCalls(frame), HeaderCalls(frame, _LLAMA, " </function>"), HeaderCalls(offered, PYTHON))
 
 
 def bare_calls(frame: Frame, offer: Offer) -> Reader:
-    """JSON or Python of a tool that was offered, as the whole answer."""
+    """Reads an answer that is as a whole a JSON or Python call of an offered tool."""
     bare = Frame(frame.closing, frame.between, names=offer.names())
     return AnyCalls(JsonCalls(bare, strict=True), HeaderCalls(bare, PYTHON))
 
 
 def bare_tags(markup: Markup) -> NewReader:
-    """Tags behind the name of a tool that was offered, as the whole answer."""
+    """Reads an answer that is as a whole the name of an offered tool and tags."""
 
     def new(frame: Frame, offer: Offer) -> Reader:
         return XmlCalls(Frame(frame.closing, frame.between, names=offer.names()), markup, offer.schema_of)
@@ -126,14 +129,14 @@ def bare_tags(markup: Markup) -> NewReader:
 
 
 def functions(opening: str, closing: str, pad: str) -> CallFormat:
-    """Qwen3-Coder's kin: a tag for the function, one for each parameter."""
+    """Qwen3-Coder and its relatives: one tag for the function, one tag for each parameter."""
     key, end = " <parameter={key}>", " </function>"
     markup = Markup(" <function={name}>", key, "<parameter=", "</parameter>", end, pad)
     return CallFormat(opening, closing, tagged(markup), own_openings=("<function=",), between=(opening,))
 
 
 def invokes(prefix: str, opening: str, closing: str, **more: Any) -> CallFormat:
-    """MiniMax M2's kin: the names are attributes."""
+    """MiniMax M2 and its relatives: the names of function and parameters are attributes of tags."""
     open_tag, close_tag = f"<{prefix}", f"</{prefix}"
     key = f" {open_tag}parameter name={{quote}}{{key}}{{quote}}{{attributes}}>"
     name, end = f" {open_tag}invoke name={{quote}}{{name}}{{quote}}>", f" {close_tag}invoke>"
@@ -142,8 +145,10 @@ def invokes(prefix: str, opening: str, closing: str, **more: Any) -> CallFormat:
 
 
 def keys_and_values(opening: str, closing: str, *calls: str, prefix: str = "", suffix: str = "") -> CallFormat:
-    """GLM's kin: the name as it is, then keys and values in turn. ``calls``: what opens and closes each of several
-    calls, whose names a separator ends, between ``opening`` and ``closing``. All tags have ``prefix`` and ``suffix``.
+    """GLM and its relatives: the plain name, then keys and values in turn.
+
+    ``calls``: the opening and closing of each single call, if ``opening`` and ``closing`` surround the whole list; a
+    separator then follows the name. Every tag's name stands between ``prefix`` and ``suffix``.
     """
     separator, key, end_key, value, end_value = (
         f"<{slash}{prefix}{name}{suffix}>"

@@ -1,4 +1,4 @@
-"""An answer that a grammar made one tool call of. Knows no grammar and no markers."""
+"""Reads an answer that a grammar restricts to one tool call in JSON. Knows no grammar and no markers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_serve.text.symbols import Piece, Region, Splitter, joined
 
 
 class ForcedCall:
-    """A splitter whose content is one call as JSON: a grammar saw to that. Reasoning comes through as it is."""
+    """A splitter that reads the content as one JSON call. Reasoning passes through unchanged."""
 
     def __init__(self, splitter: Splitter) -> None:
         self._splitter = splitter
@@ -19,16 +19,16 @@ class ForcedCall:
 
     @property
     def region(self) -> Region:
-        """Where the next text belongs, as far as that is known."""
+        """The region of the next text, as far as it is known."""
         region = self._splitter.region
         return "call" if region == "content" else region
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain now."""
+        """Takes more of the answer and returns the pieces that are certain now."""
         return self._read(self._splitter.feed(text))
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """The rest. Of a call that was cut off before its name there is nothing to show."""
+        """Returns the remaining pieces. A call that was cut off before its name yields nothing."""
         out = self._read(self._splitter.flush(cut=cut))
         self._reader.close(out, cut=cut)
         text = "".join(self._said)

@@ -1,10 +1,10 @@
-"""gpt-oss's format: an answer is several messages, each with a header that says what it is for.
+"""Splits answers in gpt-oss's format: an answer is several messages, each with a header that gives its purpose.
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
     <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
-The recipient ("to=") stands before or behind the channel. The last token of an answer is not seen here, which makes no
-difference: a message is a call because of its recipient, however it ends. The format is described in
+The recipient ("to=") stands before or after the channel. A message is a call if its header names a tool as recipient,
+whichever token ends it: the splitter never sees the last token of an answer. The format is described in
 https://github.com/openai/harmony/blob/main/docs/format.md
 """
 
@@ -23,13 +23,13 @@ CONTROLS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
-# A header that has no control token yet: the role, the recipient, or the beginning of it.
+# A header without any control token so far: the role and the recipient, complete or not.
 _BARE_HEADER = re.compile(r"\s*(?:assistant)?\s*(?:t|to|to=\S*)?\s*")
 _RUN = re.compile("[\ud800-\udfff]|[^\ud800-\udfff]+")
 
 
 class HarmonySplitter:
-    """Splits an answer that goes on behind ``<|start|>assistant``. ``tools``: the names that were offered."""
+    """Splits an answer that continues ``<|start|>assistant``. ``tools``: the names of the offered tools."""
 
     def __init__(self, symbols: Symbols, tools: Collection[str]) -> None:
         self._symbols = symbols
@@ -37,7 +37,7 @@ class HarmonySplitter:
         self._region: Region = "header"
         self._header = ""
         self._body: NamedCall | None = None
-        # The text of a call that has not gone out; should it be none, it is text.
+        # The text of a call that has not been sent yet. If it turns out to be no call, this text is sent as content.
         self._given = ""
         self._position = 0
         self._is_first_text = True
@@ -45,11 +45,11 @@ class HarmonySplitter:
 
     @property
     def region(self) -> Region:
-        """Where the next text belongs, as far as that is known."""
+        """The region of the next text, as far as it is known."""
         return self._region
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain now."""
+        """Takes more of the answer and returns the pieces that are certain now."""
         out: list[Piece] = []
         for run in _RUN.findall(text):
             if is_symbol(run[0]):
@@ -60,7 +60,7 @@ class HarmonySplitter:
         return joined(out)
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """The rest: an answer without any header is one all the same."""
+        """Returns the remaining pieces. An answer without any header is content."""
         out: list[Piece] = []
         self._end_header(out)
         self._end_message(out, cut=cut)
@@ -75,11 +75,11 @@ class HarmonySplitter:
             self._end_header(out)
             self._end_message(out, cut=False)
             self._header = "" if control in ENDS else control
-        # What is left stands where it means nothing.
+        # Any other control token has no meaning at this place and is dropped.
 
     def _text(self, text: str, out: list[Piece]) -> None:
         if self._region == "header" and (self._header + text).lstrip().startswith("{"):
-            # JSON is no header: a grammar let the model begin with its answer.
+            # A header never begins with "{": a grammar made the model begin with its JSON answer.
             text, self._header = self._header + text, ""
             self._enter("content")
         if self._region == "header":
@@ -108,7 +108,7 @@ class HarmonySplitter:
         region = self._region
         assert region in ("content", "reasoning")
         if self._is_first_text and region in self._said:
-            # Messages of one kind are lines of one text.
+            # Several messages of one kind are joined by line ends.
             out.append(Piece(region, "\n", self._position, self._position))
         self._is_first_text = False
         self._said.add(region)

@@ -1,7 +1,12 @@
-"""Tool calls written as JSON, in any order of their keys: {"name": "f", "arguments": {...}}. Knows no markers.
+"""Reads tool calls written as JSON, with keys in any order: {"name": "f", "arguments": {...}}. Knows no markers.
 
-A call goes out as soon as its name is known and its arguments begin like an object; from then on it is a call, however
-it goes on.
+    _between --"{"--> _key --:--> _name_value or _any_value ---> _after_value
+                       ^                                            |  |
+                       +------------------- "," --------------------+  +--"}"--> _end_call, then _between
+
+Each name is a step (see readers.CallReader). Any text that a step does not expect leads to ``_fail``. A call is sent as
+soon as its name is known and its arguments begin as an object. From then on it stays a call: an error after that ends
+it, an error before that makes its text part of the answer.
 """
 
 from __future__ import annotations
@@ -17,17 +22,17 @@ _KEY = re.compile(r"""\s*(?P<quote>["'])(?P<key>[^"'\\]{0,128})(?P=quote)\s*:\s*
 _KEY_BEGUN = re.compile(r"""\s*(?:["'](?:[^"'\\]{0,128}(?:["']\s*(?::\s*)?)?)?)?""")
 _NAME_KEYS = ("name", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-# OpenAI's own form has the call in here; some models have only the name in it.
+# OpenAI's form has the name and the arguments in an object under "function"; some models put only the name there.
 _INNER_KEYS = ("function", "tool")
-# Keys that some models add to a call.
+# Keys that some models add to a call. The reader skips them.
 _OTHER_KEYS = ("id", "type", "tool_call_id")
 
 
 class JsonCalls(CallReader):
-    """Objects with a name and arguments, one or several, in a list or not.
+    """Reads objects with a name and arguments: one or several, in a list or not.
 
-    ``strict``: other keys make it no call. ``eager``: a call goes out as soon as it has a name. ``by_name``: the only
-    key of a call is the tool's name, and its value the arguments.
+    ``strict``: an object with any other key is no call. ``eager``: a call is sent as soon as its name is known.
+    ``by_name``: a call's only key is the name of the tool, and the value of that key is its arguments.
     """
 
     def __init__(self, frame: Frame, *, strict: bool = False, eager: bool = False, by_name: bool = False) -> None:
@@ -71,7 +76,7 @@ class JsonCalls(CallReader):
             return self._fail()
         self._value = Value()
         if key in _ARGUMENT_KEYS and self._arguments is None:
-            # Arguments that came already are not replaced: they may have gone out.
+            # Only the first arguments count: they may have been sent already.
             self._arguments = self._value
         self._step = self._name_value if key in (*_NAME_KEYS, *_INNER_KEYS) else self._any_value
         return True
@@ -109,7 +114,7 @@ class JsonCalls(CallReader):
         try:
             name = json.loads(text)
         except (ValueError, RecursionError):
-            # An object that is none, in place of a name.
+            # The value in place of the name is an object, but not valid JSON.
             return False
         if not isinstance(name, str) or not self._frame.accepts(name) or self._name not in (None, name):
             return False
@@ -131,7 +136,7 @@ class JsonCalls(CallReader):
         return self._depth > 0 or self._end_call(out)
 
     def _end_call(self, out: list[Piece]) -> bool:
-        # An object that is only a name may be the answer itself; with the markers around it, it is a call.
+        # Without markers, an object that has only a name may be the answer itself. Between markers it is a call.
         if self._name is None or (self._strict and self._arguments is None):
             return self._fail()
         if not self._is_out:
@@ -143,7 +148,7 @@ class JsonCalls(CallReader):
         return True
 
     def _announce(self, out: list[Piece]) -> None:
-        """Send what can go out now."""
+        """Send the part of the call that is certain now."""
         is_object = self._arguments is not None and self._arguments.kind == "object"
         if self._name is None or not (is_object or self._eager):
             return
@@ -154,7 +159,7 @@ class JsonCalls(CallReader):
             self._send(self._arguments.pop(), out)
 
     def _fail(self) -> bool:
-        """No call can go on so: it ends here if it has gone out, and otherwise is none."""
+        """Handles text that cannot belong to a call: ends a call that was sent, and gives up one that was not."""
         is_out = self._is_out
         self._reset()
         self._step = self._between
@@ -166,7 +171,7 @@ class JsonCalls(CallReader):
 
 
 def _other_arguments(text: str) -> str | None:
-    """Arguments that are no object: null, or an object written as a JSON string. None: no arguments."""
+    """Arguments that are not an object: null, or a string that holds an object as JSON. None if they are neither."""
     try:
         value = json.loads(text)
         if value is None:

@@ -1,7 +1,7 @@
-"""A call's arguments as models write them, followed as they come and written as JSON. Knows no calls and no markers.
+"""Follows a call's arguments as they stream and rewrites them as JSON. Knows no calls and no markers.
 
-JSON goes through as it stands. Beside it: Python's literals and keywords (``a=1, b='x'``), and bare keys with strings
-between delimiters of the model's own (``{city:<|"|>Paris<|"|>}``).
+JSON passes through unchanged. Two other notations are accepted: Python's literals and keywords (``a=1, b='x'``), and
+bare keys with strings between delimiters of the model (``{city:<|"|>Paris<|"|>}``).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _CLOSING = {"{": "}", "[": "]", "(": "]"}
 
 
 class Value:
-    """One value. ``is_bare``: words without quotes are strings. ``delimiters``: other quotes than JSON's.
+    """One value. ``is_bare``: words without quotes are strings. ``delimiters``: quotes other than JSON's.
 
-    ``take`` sets ``kind`` as soon as it is clear what the value is, ``is_done`` behind its end, and ``is_broken`` where
-    no value can have what came.
+    ``take`` sets ``kind`` as soon as the kind of value is clear, ``is_done`` at the value's end, and ``is_broken`` when
+    the text cannot belong to a value.
     """
 
     def __init__(self, delimiters: tuple[str, ...] = (), *, is_bare: bool = False) -> None:
@@ -37,17 +37,20 @@ class Value:
         self._delimiters = delimiters
         self._is_bare = is_bare
         self._closers: list[str] = []
-        # The quote of the string that this is in.
+        # The closing quote of the current string; "" outside of strings.
         self._quote = ""
         self._out: list[str] = []
         self._n_tokens = 0
         self._is_after_value = False
         self._is_in_number = False
-        # Space is the model's own where it writes JSON; elsewhere separators are written as json.dumps does.
+        # JSON keeps the model's white space. Other notations get separators as json.dumps writes them.
         self._is_json = not delimiters
 
     def take(self, text: str, at: int) -> int:
-        """Follow the text from a place on; where it ends, or more is needed. What is JSON by now is in ``text``."""
+        """Follows ``text`` from ``at``. Returns the index where it stopped: the value's end, or where more is needed.
+
+        Appends the JSON of what it took to ``self.text``.
+        """
         while at < len(text) and not (self.is_done or self.is_broken):
             taken = self._string(text, at) if self._quote else self._token(text, at)
             if taken == 0 or self.is_broken:
@@ -58,7 +61,7 @@ class Value:
         return at
 
     def pop(self) -> str:
-        """The JSON that has come since the last time."""
+        """The JSON that was added since the last ``pop``."""
         text, self.text = self.text, ""
         return text
 
@@ -90,7 +93,7 @@ class Value:
         return self._scalar(text, at)
 
     def _open(self, char: str) -> int:
-        # A call's own parentheses are the arguments' object; any others are a list.
+        # The parentheses of a call stand for the object of its arguments. Any others are a list.
         is_call = char == "(" and not self._n_tokens
         self._is_json = self._is_json and not is_call
         self._see("object" if char == "{" or is_call else "other", "{" if is_call else char.replace("(", "["))
@@ -114,7 +117,7 @@ class Value:
         for quote in (*self._delimiters, '"', "'"):
             if text.startswith(quote, at):
                 if self._closers == ["}"] and self._n_tokens == 1 and not self._is_json and not self._delimiters:
-                    # A call's own parentheses hold keys; a value without one is code.
+                    # Inside the parentheses of a call, each value needs a key. Without one, the text is code.
                     return self._break()
                 self._quote = quote
                 self._see("other", '"')
@@ -132,7 +135,7 @@ class Value:
         after = _SPACE.match(text, end)
         follows = after.end() if after else end
         if follows == len(text):
-            # It, or what tells a key from a value, may not be whole.
+            # The word, or the character that tells a key from a value, may be incomplete.
             return 0
         is_key = text[follows] in ":=" and bool(self._closers)
         written = None if is_key else _WORDS.get(word) or python_number(word)
@@ -152,7 +155,7 @@ class Value:
             return self._end_string()
         if char == "\\":
             return self._backslash(text, at)
-        # Such as a line end, which JSON does not have in strings; models write it all the same.
+        # JSON allows no line ends and control characters in strings, but models write them.
         self._out.append(quoted(char)[1:-1])
         return 1
 
@@ -195,7 +198,7 @@ class Value:
 
 
 def _escape(text: str) -> str:
-    """An escape of JSON or Python as JSON's; a backslash before anything else is one."""
+    """Translates an escape of JSON or Python to JSON. Before any other character a backslash stands for itself."""
     if text[1] in '"\\/bfnrtu':
         return text
     if text[1] == "x":
@@ -204,6 +207,6 @@ def _escape(text: str) -> str:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """How many of the last characters of a text begin a marker."""
+    """The number of characters at the end of ``text`` that are the beginning of ``marker``."""
     longest = min(len(marker) - 1, len(text))
     return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

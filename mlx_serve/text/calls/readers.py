@@ -1,13 +1,19 @@
-"""Readers of what stands behind a tool call's opening, which take text as it comes. They know no model and no tokens.
+"""Readers of the text after a tool call's opening. They take it as it streams, and know no model and no tokens.
 
-CallReader   what they share: the text between calls, and where calls end
-HeaderCalls  a name in some words of the model's, then its arguments
-NamedCall    the arguments of a call whose name is known
-AnyCalls     several readers, of which the first that makes a call is the one
-WholeCalls   anything that has to be there whole before it can be parsed
+CallReader   the base class: reads the text between calls and recognizes their end
+HeaderCalls  a header with the tool's name, then the arguments
+NamedCall    the arguments of one call whose name is already known
+AnyCalls     tries several readers; the first that finds a call is used
+WholeCalls   formats that can be parsed only when the whole call has arrived
 
-A reader goes on until something comes that is not a call's. It reads the closing marker itself, for only the reader
-knows whether a marker is part of a value.
+    feed ---> _between --a call may begin--> _begin ---> the format's own steps ---> _between ...
+                 |                             |
+                 +-- closing marker            +-- not a call
+                 v                             v
+              _end: the calls are over; the rest of the text belongs to the answer again
+
+``_step`` holds the current step. A step consumes text and returns True, or returns False if it needs more text or the
+calls are over. Readers consume the closing marker themselves: only they can tell it from the same text in a value.
 """
 
 from __future__ import annotations
@@ -29,18 +35,18 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 
 @lru_cache(maxsize=256)
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first of some texts."""
+    """A pattern that finds the first occurrence of any of ``marks``."""
     return re.compile("|".join(map(re.escape, marks)))
 
 
 @lru_cache(maxsize=256)
 def _edges(marks: tuple[str, ...]) -> tuple[int, frozenset[str]]:
-    """The most characters that can be a beginning, and what beginnings begin with."""
+    """The length of the longest incomplete mark, and the first characters of all marks."""
     return max(map(len, marks), default=1) - 1, frozenset(mark[0] for mark in marks)
 
 
 def overlap(text: str, at: int, marks: tuple[str, ...]) -> int:
-    """How many of the last characters, from a place on, may begin one of some texts."""
+    """The number of characters at the end of ``text``, from ``at`` on, that may begin one of ``marks``."""
     most, first_chars = _edges(marks)
     longest = min(most, len(text) - at)
     if longest <= 0 or first_chars.isdisjoint(text[-longest:]):
@@ -50,47 +56,47 @@ def overlap(text: str, at: int, marks: tuple[str, ...]) -> int:
 
 
 class Reader(Protocol):
-    """``n_calls``: how many calls have begun to go out. The last ``n`` characters that came are not the calls'."""
+    """Reads calls from text. ``feed`` and ``close`` return how many of the last characters are not part of calls."""
 
     @property
     def n_calls(self) -> int:
-        """How many calls have begun to go out."""
+        """The number of calls of which at least the name was sent."""
 
     def feed(self, text: str, out: list[Piece]) -> int | None:
-        """Take all of the text and append what is certain. None: more may come; else ``n``, and the calls are over."""
+        """Takes ``text`` and appends the certain pieces to ``out``. Returns None as long as more calls may follow."""
 
     def close(self, out: list[Piece], *, cut: bool) -> int:
-        """Nothing more comes, be it that the answer was ``cut`` off. Returns ``n``."""
+        """Ends the text. ``cut``: the answer was cut off, so its last call may be incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What may stand around calls: their ``closing`` ends them all, what is in ``between`` may come at any time."""
+    """The markers around calls. ``closing`` ends all calls; the markers in ``between`` may stand around each."""
 
     closing: str = ""
     between: tuple[str, ...] = ()
     separators: str = " \t\r\n,;[]"
-    # The only names that are calls; None: all are.
+    # Only these names make a call. None: any name does.
     names: frozenset[str] | None = None
 
     def accepts(self, name: str) -> bool:
-        """Whether a call may have this name."""
+        """Whether ``name`` is a valid name of a call."""
         return NAME.fullmatch(name) is not None and (self.names is None or name in self.names)
 
     def may_name(self, begun: str) -> bool:
-        """Whether a text that begins so may begin with a name."""
+        """Whether a text that begins with ``begun`` may begin with the name of a call."""
         return self.names is None or any(name.startswith(begun) or begun.startswith(name) for name in self.names)
 
 
 class CallReader:
-    """Text that has come and is not used up yet, and the step that takes it further."""
+    """Holds the text that is not consumed yet, and the step that consumes it."""
 
     def __init__(self, frame: Frame) -> None:
         self.n_calls = 0
         self._frame = frame
         self._text = ""
         self._at = 0
-        # Where a call begins that has not gone out: should it be none, it is given back from here.
+        # Where the current call begins, until its name is sent. If it is not a call, the text from here is returned.
         self._begun_at: int | None = None
         self._step: Callable[[list[Piece]], bool] = self._between
         self._n_left: int | None = None
@@ -106,7 +112,7 @@ class CallReader:
         return self._n_left
 
     def close(self, out: list[Piece], *, cut: bool) -> int:
-        """See Reader. A call that is not whole is one as far as it has come; cut-off markup is dropped."""
+        """See Reader. An incomplete call is kept as far as it was sent; incomplete markup at a cut is dropped."""
         if self._n_left is None:
             self._finish(out, cut=cut)
         if self._n_left is None and cut:
@@ -117,18 +123,18 @@ class CallReader:
 
     @property
     def left(self) -> str:
-        """The text that is not the calls'."""
+        """The text that is not part of the calls."""
         return self._text[self._at :]
 
     @abstractmethod
     def _begin(self, out: list[Piece]) -> bool:
-        """A call may begin here: take what there is of it, or ``_end``. False: more text is needed."""
+        """Reads the beginning of a call, or calls ``_end`` if there is none. Returns False if it needs more text."""
 
     def _finish(self, out: list[Piece], *, cut: bool) -> None:
-        """Nothing more comes."""
+        """Handles the end of the text inside a call."""
 
     def _between(self, out: list[Piece]) -> bool:
-        """Between calls, before the first and behind the last."""
+        """Reads the text before the first call, between calls and after the last one."""
         self._begun_at = None
         if self._at == len(self._text):
             return False
@@ -145,7 +151,7 @@ class CallReader:
         return self._begin(out)
 
     def _may_be_marker(self) -> bool:
-        """Whether all the text that is left may be the beginning of a marker."""
+        """Whether the whole remaining text may be the beginning of a marker."""
         left = self._text[self._at : self._at + 80]
         return any(len(left) < len(marker) and marker.startswith(left) for marker in self._markers())
 
@@ -153,11 +159,11 @@ class CallReader:
         return (self._frame.closing, *self._frame.between)
 
     def _may_be_name(self) -> bool:
-        """Whether what is left may begin with a name that is a call."""
+        """Whether the remaining text may begin with the name of a call."""
         return self._frame.may_name(self._text[self._at : self._at + 140].lstrip(" \t\r\n["))
 
     def _expect(self, what: Shape) -> re.Match[str] | None:
-        """The shape, if it is there. None: it is not, or more is needed, or the calls are over."""
+        """Consumes ``what``. Returns None if more text is needed, or after ``_end`` if the text does not match."""
         match = what.match(self._text, self._at)
         if match is not None:
             self._at = match.end()
@@ -181,7 +187,7 @@ class CallReader:
 
 
 class HeaderCalls(CallReader):
-    """Calls of a ``header`` shape (its hole "name" names the tool) and arguments behind it, each ended by ``end``."""
+    """Reads calls of a ``header`` shape, whose hole "name" is the tool's name, then arguments, then ``end``."""
 
     def __init__(self, frame: Frame, header: str, end: str = "", delimiters: tuple[str, ...] = ()) -> None:
         super().__init__(frame)
@@ -213,7 +219,7 @@ class HeaderCalls(CallReader):
         if not self._name:
             self._send(self._value.pop(), out)
         if self._value.is_broken or self._value.kind == "other":
-            # Of a call that has gone out there is what there is.
+            # A call that was sent already ends here with the arguments so far.
             self._step = self._between
             return self._end() if self._name else True
         if self._value.is_done:
@@ -230,14 +236,14 @@ class HeaderCalls(CallReader):
 
     def _finish(self, out: list[Piece], *, cut: bool) -> None:
         if cut and self._step == self._arguments and self._name:
-            # The name was whole.
+            # The header was complete, so the name is certain.
             self._call(self._name, out)
         if self._step == self._after:
             self._at = len(self._text)
 
 
 class NamedCall(CallReader):
-    """The arguments of one call whose name is known already; none at all are an empty object."""
+    """Reads the arguments of one call whose name is already known. No text at all is an empty object."""
 
     def __init__(self, name: str) -> None:
         super().__init__(Frame(separators=" \t\r\n"))
@@ -263,7 +269,7 @@ class NamedCall(CallReader):
 
 
 class AnyCalls:
-    """Several readers of one text; the first that makes a call is the one."""
+    """Gives the same text to several readers. The first reader that finds a call is used from then on."""
 
     def __init__(self, *readers: Reader) -> None:
         self._readers = list(readers)
@@ -298,7 +304,7 @@ class AnyCalls:
 
 
 class WholeCalls(CallReader):
-    """Calls that ``parse`` finds in the text between markers; it raises ValueError when there are none."""
+    """Passes the text between markers to ``parse``, which raises ValueError if it is not a call."""
 
     def __init__(self, frame: Frame, parse: Callable[[str], list[dict[str, Any]]]) -> None:
         super().__init__(frame)
@@ -319,7 +325,7 @@ class WholeCalls(CallReader):
         return (is_call and match.group() != self._frame.closing) or self._end()
 
     def _finish(self, out: list[Piece], *, cut: bool) -> None:
-        # One that was cut off is none: half of its arguments may be missing.
+        # A call that was cut off is dropped: half of its arguments may be missing.
         if not cut or not self._frame.closing:
             self._read("".join(self._parts), out)
 

@@ -1,7 +1,8 @@
-"""The registry of tool-call formats. To add one, add a Family: what tells it, and its CallFormat.
+"""The registry of tool-call formats. To add a format, add a Family: how to recognize its models, and its CallFormat.
 
-A family is found by signs in the chat template, by mlx-lm's name of its parser, or by signs in the vocabulary. Formats
-that mlx-lm has a parser for and that are not here are parsed by it, once they are whole.
+A model's family is found by signs in its chat template, by mlx-lm's name for its parser, or by signs in its vocabulary,
+in this order. If mlx-lm has a parser for a format that is not listed here, that parser reads each call once it is
+complete.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ _SOLAR = " <|tool_call:begin|> {word} <|tool_call:name|> {name} <|tool_call:args
 _MISTRAL = " «[TOOL_CALLS]»{name} «[CALL_ID]{word} »«[ARGS] »{json}"
 _DSML_END = "</｜DSML｜function_calls>"
 
-# What models without a format of their own are told to write, and what those write whose template shows the tag.
+# The format for models without one of their own: the prompt teaches it to them.
 HERMES = CallFormat("<tool_call>", "</tool_call>", json_calls, between=("<tool_call>",), bare=bare_calls)
+# The format of models whose template or vocabulary shows the tag and no sign of a family.
 _TAGGED_JSON = CallFormat("<tool_call>", "</tool_call>", json_calls, between=("<tool_call>",))
 _HY3 = ("<tool_call:opensource>", "</tool_call:opensource>")
 _LISTS = ("<tool_call>", "</tool_call>")
@@ -77,18 +79,22 @@ _LISTS = ("<tool_call>", "</tool_call>")
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``signs`` are all in the template, or in the vocabulary of a model without one; ``parser`` is mlx-lm's name."""
+    """A family of models with one format.
+
+    ``signs``: texts that are all in its template, or all in the vocabulary of a model without a template.
+    ``parser``: mlx-lm's name for the family's parser.
+    """
 
     form: CallFormat
     signs: tuple[str, ...] = ()
     parser: str = ""
 
 
-# The first that fits.
+# The first family that matches is used.
 FAMILIES: tuple[Family, ...] = (
     Family(invokes("｜DSML｜", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"), ("｜DSML｜", "tool_calls>")),
     Family(invokes("｜DSML｜", "<｜DSML｜function_calls>", _DSML_END), ("｜DSML｜",)),
-    # Hy-MT2's template has DeepSeek's markers too, for results.
+    # Hy-MT2's template also has DeepSeek's markers, around results.
     Family(keys_and_values("<tool_calls>", "</tool_calls>", *_LISTS), ("<tool_calls>", "<arg_key>")),
     Family(
         CallFormat(
@@ -218,7 +224,7 @@ FAMILIES: tuple[Family, ...] = (
         ),
         ("<function=",),
     ),
-    # Of the models that write this, some close each call, some the list, some nothing.
+    # Of the models that write this format, some close each call, some close the list, and some close neither.
     Family(
         CallFormat(
             "<|tool_call|>",
@@ -231,7 +237,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(CallFormat("functools[", "", json_calls, ("functools[",), ("functools",)), ("functools[",)),
     Family(CallFormat("-> tool/function_call", "", json_calls), ("-> tool/function_call",)),
-    # DeepHat's calls stand between tags in what its model is told, and without them in its history.
+    # DeepHat's instructions have calls between tags; its history has them without tags.
     Family(HERMES, ("<tool_call>[",)),
     Family(CallFormat("<TOOLCALL>", "</TOOLCALL>", json_calls), ("<TOOLCALL>",)),
     Family(CallFormat("<|function_call|>", "", json_calls, between=("<|function_call|>",)), ("<|function_call|>",)),
@@ -243,7 +249,7 @@ _BY_PARSER["laguna"] = _BY_PARSER["glm47"]
 
 
 def call_format(tokenizer: Tokenizer) -> CallFormat:
-    """The format that a model writes its calls in."""
+    """The format in which the tokenizer's model writes calls."""
     template = tokenizer.template or ""
     found = _family(template)
     if found is None and tokenizer.tool_call is not None:
@@ -259,12 +265,12 @@ def call_format(tokenizer: Tokenizer) -> CallFormat:
 
 
 def _family(signs: Collection[str]) -> CallFormat | None:
-    """By signs in a text or among tokens."""
+    """The family whose signs are all in ``signs``: a text, or the tokens of a vocabulary."""
     return next((family.form for family in FAMILIES if family.signs and all(s in signs for s in family.signs)), None)
 
 
 def new_reader(form: CallFormat, offer: Offer) -> Callable[[str], Reader]:
-    """Makes the reader of what follows an opening. Without the opening marker, only offered names are calls."""
+    """Makes the reader of the text after an opening. Without the opening marker, only offered names make a call."""
     names = offer.names()
 
     def new(opening: str) -> Reader:
@@ -279,5 +285,5 @@ def new_reader(form: CallFormat, offer: Offer) -> Callable[[str], Reader]:
 
 
 def new_bare_reader(form: CallFormat, offer: Offer) -> Callable[[], Reader] | None:
-    """Makes the reader of an answer that may be a call."""
+    """Makes the reader of an answer that may be a call without any marker. None if the format has no such calls."""
     return None if form.bare is None else partial(form.bare, Frame(form.closing, form.between), offer)

@@ -1,7 +1,7 @@
-"""Patterns of markup that tell a beginning from a mismatch, which ``re`` cannot. Knows no models and no calls.
+"""Patterns for markup that arrives in parts: unlike ``re``, they tell an incomplete match from a mismatch.
 
-A shape is text to be matched as it stands, in which " " is any white space or none, "«...»" may be missing, and
-"{name}" is one of the holes below.
+A shape is literal text with three exceptions: " " matches any white space or none, "«...»" is optional, and "{name}" is
+one of the holes below. Knows no models and no calls.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from functools import cache
 from typing import NamedTuple, TypeAlias
 
-# A hole's pattern, and whether it takes characters or only looks at the next one.
+# For each hole: its pattern, and whether it consumes characters or only looks at the next one.
 _HOLES = {
     "name": (r"[\w.:/-]{1,128}?", True),
     "key": (r"[^<>\"'\n]{1,128}", True),
@@ -29,23 +29,23 @@ _Part: TypeAlias = "re.Match[str]"
 
 
 class Shape(NamedTuple):
-    """``full`` matches the whole shape, ``begun`` any beginning of it."""
+    """``full`` matches the whole shape; ``begun`` matches any beginning of it."""
 
     full: re.Pattern[str]
     begun: re.Pattern[str]
 
     def match(self, text: str, at: int) -> re.Match[str] | None:
-        """The shape at a place in the text."""
+        """Matches the whole shape at ``at``."""
         return self.full.match(text, at)
 
     def may_begin(self, text: str, at: int) -> bool:
-        """Whether all of the text from a place on may be the beginning of the shape."""
+        """Whether all of the text from ``at`` on may be the beginning of the shape."""
         return self.begun.fullmatch(text, at) is not None
 
 
 @cache
 def shape(source: str) -> Shape:
-    """A shape, compiled."""
+    """Compiles a shape."""
     return Shape(re.compile(_full(source)), re.compile(_begun(source)))
 
 

@@ -1,6 +1,6 @@
-"""Values that a model wrote as bare text, as JSON, led by the schema of the request. Knows no markup.
+"""Converts values that a model wrote as bare text to JSON, guided by the request's schema. Knows no markup.
 
-A value that does not fit its schema is the text itself, as a string: the client's tool can say what is wrong with it.
+A value that does not fit its schema becomes a string of its text: the client's tool can then report what is wrong.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _NULLS = ("null", "None")
 
 
 def quoted(text: str) -> str:
-    """A text as JSON."""
+    """``text`` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A JSON schema and the root that its references lead into."""
+    """A JSON schema, and the root document in which its references are resolved."""
 
     schema: Any
     root: Any
 
     def alternatives(self, seen: set[str] | None = None) -> Iterator[Mapping[str, Any]]:
-        """The schema and all that it combines and refers to; each reference is followed once."""
+        """The schema and all schemas that it combines or refers to. Each reference is followed once."""
         seen = set() if seen is None else seen
         if not isinstance(self.schema, Mapping):
             return
@@ -46,7 +46,7 @@ class Schema:
             yield from Schema(part, self.root).alternatives(seen)
 
     def types(self) -> frozenset[str]:
-        """Names of the types that a value may have; empty: nothing is said."""
+        """The names of the types that a value may have. Empty if the schema does not restrict them."""
         found: set[str] = set()
         for part in self.alternatives():
             given = part.get("type")
@@ -56,13 +56,13 @@ class Schema:
         return frozenset(found or (_type_name(value) for value in self.values()))
 
     def values(self) -> list[Any]:
-        """The values that are listed (enum, const)."""
+        """The values that the schema lists (enum, const)."""
         parts = list(self.alternatives())
         constants = [part["const"] for part in parts if "const" in part]
         return [value for part in parts for value in _items(part.get("enum"))] + constants
 
     def member(self, key: str) -> Schema:
-        """The schema of a property."""
+        """The schema of the property ``key``."""
         for part in self.alternatives():
             properties = part.get("properties")
             if isinstance(properties, Mapping) and key in properties:
@@ -84,7 +84,7 @@ def _type_name(value: Any) -> str:
 
 
 def _pointed(root: Any, target: str) -> Any:
-    """What a reference inside the schema ("#/$defs/Place") points to; None when there is nothing."""
+    """The part of the schema that a reference ("#/$defs/Place") points to, or None."""
     for step in target.removeprefix("#").split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         root = root.get(name) if isinstance(root, Mapping) else None
@@ -109,7 +109,7 @@ def _as_number(text: str) -> str | None:
 
 
 def _as(kind: type) -> Callable[[str], str | None]:
-    """Reads an object or a list: JSON as it stands, with line ends in its strings, or as Python writes it."""
+    """Makes a reader of an object or a list: JSON, JSON with line ends in its strings, or a Python literal."""
 
     def read(text: str) -> str | None:
         try:
@@ -145,7 +145,7 @@ _READERS: dict[str, Callable[[str], str | None]] = {
     "object": _as(dict),
     "array": _as(list),
 }
-# What a text that has begun so may still become.
+# For each type: whether an incomplete text may still become such a value.
 _BEGINNINGS: dict[str, Callable[[str], bool]] = {
     "null": lambda text: any(word.startswith(text) for word in _NULLS),
     "boolean": lambda text: "true".startswith(text.lower()) or "false".startswith(text.lower()),
@@ -157,7 +157,7 @@ _BEGINNINGS: dict[str, Callable[[str], bool]] = {
 
 
 class Conversion:
-    """How a value's text becomes JSON. Where a schema says nothing, only objects and lists are more than text."""
+    """Converts the text of a value to JSON. If the schema gives no type, only objects and lists are parsed."""
 
     def __init__(self, schema: Schema) -> None:
         types = schema.types() or frozenset(("string", "object", "array"))
@@ -165,7 +165,7 @@ class Conversion:
         self._words = frozenset(value for value in schema.values() if isinstance(value, str))
 
     def is_surely_text(self, begun: str) -> bool:
-        """Whether a value that begins so is a string, however it goes on."""
+        """Whether a value that begins with ``begun`` is a string, whatever follows."""
         begun = begun.strip()
         if not self._kinds:
             return not self._words
@@ -182,5 +182,5 @@ class Conversion:
 
 
 def python_number(text: str) -> str | None:
-    """A number of Python or JSON, as JSON."""
+    """Converts a number of Python or JSON to JSON. None if ``text`` is not a number."""
     return _as_number(text)

@@ -1,7 +1,12 @@
-"""Tool calls written as tags, one around each value: read as they come, with values led by the tool's schema.
+"""Reads tool calls written as tags, one around each value. Values stream out, converted by the tool's schema.
 
-A value ends where its closing tag is followed by what may follow a value; anything else in it is data, be it markup of
-the same kind. Knows no markers of any model: a Markup says how the tags look.
+    _between ---> _begin --name--> _inside --key--> _begin_value ---> _in_value
+       ^                           |     ^                               |
+       +------ end of the call ----+     +------- end of the value ------+
+
+Each name is a step (see readers.CallReader). A closing tag ends a value only if another key, the end of the call or a
+marker follows it. Otherwise the tag is data: a value may hold markup of the same kind. A Markup describes the tags; the
+reader knows no model's markers.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from mlx_serve.text.symbols import Piece
 
 _TYPE = re.compile(r"""\b(?:string|type)\s*=\s*["'](\w+)["']""")
 _CDATA = ("<![CDATA[", "]]>")
-# So much of a value decides whether it can be anything but a string.
+# The number of characters of a value that decide whether it can be anything but a string.
 _N_DECISIVE = 64
 _ANYTHING = Schema({"type": ["null", "boolean", "number", "object", "array", "string"]}, None)
 
@@ -26,10 +31,10 @@ _ANYTHING = Schema({"type": ["null", "boolean", "number", "object", "array", "st
 class Markup:
     """The tags of a call.
 
-    ``name`` and ``end`` are shapes of what opens and ends a call; without ``end`` the frame's closing does. ``key`` is
-    the shape of what opens a value, of which each ``value_open`` has one. ``pad`` is what the template puts around
-    every value. In ``value_open`` and ``value_end`` "{key}" stands for the key. ``nested`` stands before each tag
-    inside of a value.
+    ``name``, ``end``: shapes of the call's beginning and end. Without ``end`` the frame's closing marker ends the call.
+    ``key``: shape of the text before a value. ``value_open``: literal text that every ``key`` contains; it counts
+    values nested in a value. ``value_end``: literal text after a value. In these two "{key}" stands for the key.
+    ``pad``: text that the template puts around every value. ``nested``: text before each tag inside of a value.
     """
 
     name: str
@@ -43,7 +48,7 @@ class Markup:
 
 
 class XmlCalls(CallReader):
-    """Calls as tags. ``schema_of``: the schema of a tool's arguments."""
+    """Reads calls written as tags. ``schema_of`` returns the schema of a tool's arguments."""
 
     def __init__(self, frame: Frame, markup: Markup, schema_of: Callable[[str], Schema]) -> None:
         super().__init__(replace(frame, separators=" \t\r\n,;"))
@@ -53,7 +58,7 @@ class XmlCalls(CallReader):
         self._tool = ""
         self._is_out = False
         self._n_values = 0
-        # What counts inside of the value.
+        # Texts that may end the current value or make its end uncertain.
         self._marks: tuple[str, ...] = ()
         self._value = _ArgumentValue("", _ANYTHING, markup)
 
@@ -72,7 +77,7 @@ class XmlCalls(CallReader):
         return True
 
     def _inside(self, out: list[Piece]) -> bool:
-        """In a call, before a value, or behind the last."""
+        """Reads the text in a call before a value, and after the last one."""
         follows = self._follows(self._at)
         if follows is None:
             return False
@@ -88,7 +93,7 @@ class XmlCalls(CallReader):
         return True
 
     def _follows(self, at: int) -> bool | None:
-        """Whether a value or a call's end stands here. None: more is needed."""
+        """Whether a key, the end of the call or a marker stands at ``at``. None: more text is needed."""
         while at < len(self._text) and self._text[at].isspace():
             at += 1
         if at == len(self._text):
@@ -120,7 +125,7 @@ class XmlCalls(CallReader):
         self._step = self._begin_value
 
     def _begin_value(self, out: list[Piece]) -> bool:
-        """Pass over what the template puts in front of a value."""
+        """Skips the text that the template puts before a value."""
         opening, closing = _CDATA if self._markup.has_cdata else (self._markup.pad, "")
         left = self._text[self._at : self._at + len(opening)]
         if len(left) < len(opening) and opening.startswith(left):
@@ -152,7 +157,7 @@ class XmlCalls(CallReader):
         return True
 
     def _end_tag(self, end: int, out: list[Piece]) -> bool:
-        """What closes a value stands here. Whether it closes this one, what follows says."""
+        """Handles a closing tag. The text after it decides whether it ends this value or is data."""
         follows = self._follows(end)
         if follows is None:
             return False
@@ -179,7 +184,7 @@ class XmlCalls(CallReader):
         self._step = self._between
 
     def _cut(self, out: list[Piece]) -> None:
-        """What was whole is kept: the name, values, and of a string what there is."""
+        """Keeps what is complete: the name and the values. Of a string, keeps the part that has arrived."""
         if self._step == self._inside and not self._is_out:
             self._call(self._tool, out)
         elif self._step == self._in_value:
@@ -191,7 +196,7 @@ class XmlCalls(CallReader):
             self._cut(out)
             return
         while self._step in (self._in_value, self._begin_value):
-            # The value has no end: it ended where it may have, or here.
+            # The last value has no certain end. It ended at the first doubtful place, or else with the text.
             doubtful = self._value.doubtful()
             self._text, self._at = doubtful + self._text[self._at :], 0
             if self._text.startswith(self._value.end):
@@ -207,15 +212,15 @@ class XmlCalls(CallReader):
 
 
 class _ArgumentValue:
-    """One value: its text in, its JSON out, as soon as it is certain."""
+    """One value: takes its text and returns its JSON as soon as it is certain."""
 
     def __init__(self, key: str, schema: Schema, markup: Markup) -> None:
         self.prefix = ""
         self.end = markup.value_end.replace("{key}", key)
         self.opening = markup.value_open.replace("{key}", key)
-        # Nothing but the end counts.
+        # CDATA: only ``end`` ends the value, and other marks in it are data.
         self.is_data = False
-        # How many values of the same kind stand open inside of this one.
+        # The number of values of the same kind that are open inside of this one.
         self.depth = 0
         self._markup = markup
         self._schema = schema
@@ -228,22 +233,22 @@ class _ArgumentValue:
         self._doubtful: list[str] | None = None
 
     def doubt(self) -> None:
-        """The value may have ended here; what follows is held back until it is known."""
+        """Notes that the value may have ended here. Later text is held back until this is known."""
         if self._doubtful is None:
             self._doubtful = []
 
     def doubtful(self) -> str:
-        """What was held back; it is not the value's."""
+        """Takes the held text out: it does not belong to the value."""
         held, self._doubtful = "".join(self._doubtful or ()), None
         return held
 
     def settle(self) -> str:
-        """What was held back is the value's."""
+        """Adds the held text to the value, and returns the JSON of it that is certain."""
         held, self._doubtful = "".join(self._doubtful or ()), None
         return self.add(held)
 
     def add(self, text: str) -> str:
-        """The JSON that is certain now."""
+        """Adds text, and returns the JSON that is certain now."""
         if self._doubtful is not None:
             self._doubtful.append(text)
             return ""
@@ -261,7 +266,7 @@ class _ArgumentValue:
         return f'{self.prefix}"{quoted("".join(self._parts))[1:-1]}'
 
     def finish(self) -> str:
-        """The rest of the JSON."""
+        """The rest of the value's JSON."""
         certain = self.settle()
         if self._is_text:
             return certain + '"'
@@ -276,7 +281,7 @@ class _ArgumentValue:
 
 
 def _nested(text: str, schema: Schema, mark: str) -> str:
-    """A value of tags as JSON: "item" tags are a list's, any others an object's."""
+    """Converts a value of nested tags to JSON: tags named "item" are a list, other tags an object."""
     found = _inner_tags(text, mark)
     is_list = "array" in schema.types() or (bool(found) and all(key == "item" for key, _ in found))
     inner = []
@@ -289,7 +294,7 @@ def _nested(text: str, schema: Schema, mark: str) -> str:
 
 
 def _inner_tags(text: str, mark: str) -> list[tuple[str, str]]:
-    """The outermost tags, each with what is in it."""
+    """The name and the content of each outermost tag."""
     found, depth, start = [], 0, 0
     for tag in re.finditer(rf"{re.escape(mark)}<(/?)([^<>]+)>", text):
         depth += -1 if tag[1] else 1
@@ -301,5 +306,5 @@ def _inner_tags(text: str, mark: str) -> list[tuple[str, str]]:
 
 
 def _literal(source: str) -> str:
-    """A shape's text without the space around it."""
+    """The shape's text without the white space around it."""
     return source.strip()
