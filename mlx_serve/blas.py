@@ -1,7 +1,7 @@
-"""OpenBLAS for MLX's CPU backend on Linux, whose wheel carries the slow reference BLAS.
+"""Loads OpenBLAS for MLX's CPU backend on Linux, because MLX's wheel contains only the slow reference BLAS.
 
-Loaded with its symbols global before mlx is first imported, it takes the reference's place: prefill and batched
-decoding become ten times faster and more (docs/decisions.md). Does nothing where it is not installed.
+OpenBLAS has to be loaded with global symbols before the first import of mlx: it then replaces the reference BLAS.
+Prefill and batched decoding become at least ten times faster (docs/decisions.md). Without OpenBLAS nothing changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _NAMES = ("libopenblas.so.0", "libopenblas.so")
 
 
 def preload_openblas() -> str | None:
-    """The library that was loaded, or None. Call before anything imports mlx."""
+    """Loads OpenBLAS and returns the library's name, or None. Call this before anything imports mlx."""
     if sys.platform != "linux":
         return None
     for name in _NAMES:

@@ -1,4 +1,4 @@
-"""Paths as people write them, and names of repositories, which look like some."""
+"""Paths as users type them, and repository names, which look like paths."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 
 def expanded(text: str | Path) -> Path:
-    """The path with ``~`` and ``~name`` replaced; an unknown user's stays as it is, and is then not found.
+    """The path with ``~`` and ``~name`` replaced. The ``~name`` of an unknown user stays, so opening the path fails.
 
-    ``Path.expanduser`` raises RuntimeError there.
+    ``Path.expanduser`` raises RuntimeError for an unknown user.
     """
     return Path(os.path.expanduser(text))
 
 
 def is_repository(name: str) -> bool:
-    """Whether a text could name a repository of the hub: OWNER/NAME."""
+    """Whether ``name`` could be a repository on the hub: OWNER/NAME."""
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII)) and not name.startswith(("./", "../"))

@@ -1,7 +1,7 @@
-"""What MLX and mlx-lm find on this machine, as JSON on stdout: ``python -m mlx_serve.probe [MODEL] [FLAGS]``.
+"""Prints what MLX and mlx-lm find on this machine as JSON: ``python -m mlx_serve.probe [MODEL] [FLAGS]``.
 
-A process of its own, for ``mlx-serve doctor``: an MLX that can't start (no Metal, a wrong build) may end the process
-that imports it, and to say so is the doctor's work.
+``mlx-serve doctor`` runs it as a process of its own: importing an MLX that cannot start (no Metal, a wrong build) may
+end the importing process, and the doctor has to survive to report it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlx_serve.engine.model_directory import check_files, read_object
 
 
 def main(argv: list[str]) -> int:
-    """Print what was found; gives the exit status."""
+    """Prints the results as one JSON object and returns the exit status."""
     wanted = _parser().parse_args(argv)
     library = blas.preload_openblas()
     found: dict[str, Any] = {"openblas": library, **_device()}
@@ -42,16 +42,16 @@ def _parser() -> argparse.ArgumentParser:
 def _device() -> dict[str, Any]:
     import mlx.core as mx
 
-    # Something computed, or a broken driver would not show.
+    # Importing MLX does not show a broken driver. A computation does.
     mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8)))
     facts = {name: value for name, value in mx.device_info().items() if isinstance(value, str | int)}
     return {"device": "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu", "device_info": facts}
 
 
 def _model(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Whether mlx-lm has code for the model, its tokenizer loads and its caches do what the flags ask; else why not.
+    """What is wrong with the model: its architecture, its tokenizer, and its caches with the flags. "" means nothing.
 
-    Nothing when its files are not readable: that shows without MLX.
+    Returns {} if the model's files cannot be read: the doctor finds that without MLX.
     """
     try:
         check_files(wanted.model)
@@ -71,11 +71,11 @@ def _model(wanted: argparse.Namespace) -> dict[str, Any]:
 def _architecture_fault(config: dict[str, Any]) -> str:
     from mlx_lm.utils import MODEL_REMAPPING, _get_classes
 
-    if config.get("model_file"):  # code of the model's own, for --trust-remote-code
+    if config.get("model_file"):  # the model brings its own code, which --trust-remote-code allows
         return ""
     try:
         _get_classes(config)
-    except Exception:  # noqa: BLE001  a foreign name leads to any module of mlx-lm's, or to none
+    except Exception:  # noqa: BLE001  the config's name may import any of mlx-lm's modules, and each may raise anything
         kind = config["model_type"]
         module = f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}"
         if not kind.isidentifier() or importlib.util.find_spec(module) is None:
@@ -89,7 +89,7 @@ def _tokenizer_fault(path: Path, *, trust_remote_code: bool) -> str:
 
     try:
         load_tokenizer(path, {"trust_remote_code": trust_remote_code})
-    except BaseException as error:  # foreign files, foreign code: whatever it raises is the finding
+    except BaseException as error:  # the model's files and code are untrusted: anything they raise is the result
         if not is_fault(error):
             raise
         return " ".join(f"{type(error).__name__}: {error}".split())[:300]
@@ -97,7 +97,7 @@ def _tokenizer_fault(path: Path, *, trust_remote_code: bool) -> str:
 
 
 def _caches_fault(wanted: argparse.Namespace) -> str:
-    """Whether --kv-bits and --draft-model work with the model: its weights are named and not read."""
+    """Why --kv-bits or --draft-model do not work with the model, or "". Creates the weights lazily, without reading."""
     if wanted.kv_bits is None and wanted.draft_model is None:
         return ""
     from mlx_lm.utils import load_model
@@ -109,7 +109,7 @@ def _caches_fault(wanted: argparse.Namespace) -> str:
             load_model(path, lazy=True, trust_remote_code=wanted.trust_remote_code)[0] if path is not None else None
             for path in (wanted.model, wanted.draft_model)
         ]
-    except Exception:  # noqa: BLE001  foreign files: what is wrong with them is a finding of its own
+    except Exception:  # noqa: BLE001  the model's files are untrusted; other checks report what is wrong with them
         return ""
     return refusal(*models, kv_bits=wanted.kv_bits, kv_group_size=wanted.kv_group_size, computes=False)
 

@@ -1,6 +1,6 @@
-"""How far a long step is: a bar for people at a terminal, lines in a log. Knows nothing of what the steps do.
+"""Reports the progress of long steps: as a bar on a terminal, as lines in a log. Knows nothing of the steps' work.
 
-A step reports ``(its name, how much is done, of how much)``; a total of 0 says that nobody knows how much there is.
+A step reports ``(name, amount done, total)``. A total of 0 means that the total is unknown.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tqdm import tqdm
 
 from mlx_serve.values import Progress
 
-# Between two log lines of one step.
+# Seconds between two log lines of one step.
 _EVERY_S = 5.0
 
 
 def printed(stream: TextIO) -> Progress:
-    """Progress for people: a bar on a terminal, else a line when a step begins."""
+    """Progress on ``stream``: a bar on a terminal, otherwise one line when a step begins."""
     bar = stream.isatty()
     begun, finished = "", ""
 
@@ -30,7 +30,7 @@ def printed(stream: TextIO) -> Progress:
         nonlocal begun, finished
         if bar and n_total and (step != finished or n_done < n_total):
             finished = step if n_done >= n_total else ""
-            # Without its end of line the bar leaves the cursor at its start, for the next one or an error to cover it.
+            # An unfinished bar ends with a carriage return, so that the next bar or an error message overwrites it.
             end = "\n" if finished else "\r"
             stream.write(f"\x1b[K{_bar(step, n_done, n_total)}{end}")
         elif step != begun:
@@ -42,7 +42,7 @@ def printed(stream: TextIO) -> Progress:
 
 
 def _bar(step: str, n_done: int, n_total: int) -> str:
-    # What is wider than the terminal would begin a line at each report.
+    # A bar wider than the terminal would wrap, and each report would begin another line.
     n_columns = shutil.get_terminal_size().columns
     width = min(30, n_columns - len(step) - 9)
     bar = f" [{'#' * (width * n_done // n_total):{width}}]" if width > 0 else ""
@@ -50,7 +50,7 @@ def _bar(step: str, n_done: int, n_total: int) -> str:
 
 
 def logged(log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> Progress:
-    """Progress for a log: a line when a step begins at nothing, then one every few seconds. Any thread may report."""
+    """Progress in a log: a line when a step begins at 0, then one every few seconds. Safe to call from any thread."""
     lock = Lock()
     begun, done, told_at = "", 0, 0.0
 
@@ -58,7 +58,7 @@ def logged(log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> 
         nonlocal begun, done, told_at
         with lock:
             now = clock()
-            # Less than before: the same once more.
+            # Less progress than before means that the same step runs once more.
             if step != begun or n_done < done:
                 begun, told_at = step, now
                 if n_done == 0:
@@ -72,25 +72,26 @@ def logged(log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> 
 
 
 def hub_bars(report: Progress, step: str) -> type[Any]:
-    """The bars of huggingface_hub (its ``tqdm_class``) as reports of one step: on its own it is silent without a
-    terminal, for however many hours a download takes.
+    """A ``tqdm_class`` for huggingface_hub that reports its bars as one step.
+
+    Without it the hub prints nothing if there is no terminal, even during a download of hours.
     """
     most = 0
 
     class Told(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread that draws a bar again
+        monitor_interval = 0  # no thread that redraws bars
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)  # the hub's own, which tqdm does not take
+            kwargs.pop("name", None)  # huggingface_hub's own argument, which tqdm does not accept
             super().__init__(*args, **{**kwargs, "disable": False, "file": io.StringIO()})
 
         def display(self, *_: Any, **__: Any) -> None:
             nonlocal most
-            # One counts files, of which a single one is nearly all of a model; two count bytes, one a little ahead.
+            # The hub shows three bars: one counts files, two count bytes. The larger byte count is reported.
             if self.unit == "B" and self.total:
                 most = max(most, min(int(self.n), int(self.total)))
                 report(step, most, int(self.total))
 
-    # Of its own: tqdm's default lock also is one between processes.
+    # A lock of its own: tqdm's default lock also synchronizes processes.
     Told.set_lock(RLock())
     return Told

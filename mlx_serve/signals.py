@@ -1,7 +1,7 @@
-"""What SIGINT, SIGTERM and SIGHUP do, before the server runs and while it does. Must not know the server.
+"""Handles SIGINT, SIGTERM and SIGHUP, before the server runs and while it runs. Must not know the server.
 
-A signal that the process was started to ignore (SIGHUP under nohup) stays ignored; SIGINT alone does not, since shells
-have whatever they start in the background ignore it.
+A signal that was ignored when the process started (SIGHUP under nohup) stays ignored. SIGINT is the exception: shells
+start every background job with SIGINT ignored.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _log = logging.getLogger("mlx_serve")
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit in here, so that what the main thread holds (a child, a folder) is tidied up.
+    """Within the block, SIGTERM and SIGHUP raise SystemExit, so that the main thread cleans up (a child, a folder).
 
-    Elsewhere before the server runs they end the process at once: in MLX's own code, as where it waits for other
-    ranks, an exception would come only after it. The second one ends the process at once here too.
+    The same signal a second time ends the process at once. Outside of such blocks, until the server runs, the first one
+    does: while MLX's own code runs (such as waiting for other ranks), an exception would be raised only after it.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number, handler in before.items():
@@ -42,13 +42,13 @@ def _exit(number: int, _: FrameType | None) -> None:
 
 
 def stop_on_signals(stop: threading.Event) -> None:
-    """``stop`` is set by SIGINT and SIGTERM, the second of which ends the process at once.
+    """SIGINT and SIGTERM set ``stop``; after that, another one ends the process at once.
 
-    SIGHUP is for reloading, of which there is nothing yet. When it says that the terminal was closed it sets ``stop``,
-    and never does more: it may come twice then, from the system and from the shell.
+    SIGHUP usually asks a server to reload, which this server cannot do: it logs a warning. If SIGHUP comes because the
+    terminal was closed, it sets ``stop``, and never ends the process: the system and the shell may both send it.
 
-    By a thread that reads what the C handler writes: a signal that comes just before the main thread blocks on a lock
-    does not wake it, and its Python handler would wait with it.
+    A thread handles the signals by reading what Python's C handler writes. A Python handler would run in the main
+    thread, and a signal that arrives just before that thread blocks on a lock does not wake it.
     """
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
@@ -77,7 +77,7 @@ def _watch(ours: socket.socket, _theirs: socket.socket, stop: threading.Event, h
 
 
 def _has_terminal() -> bool:
-    """Whether the process has a controlling terminal; with it goes whoever would end the process."""
+    """Whether the process has a controlling terminal. If it closes, nobody is left to end the process by hand."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))
     except OSError:

@@ -1,1 +1,1 @@
-"""What a chat template leaves out or refuses, found by probing it, and the forms that it is given instead."""
+"""Renders conversations with chat templates: finds what a template drops or refuses, and changes the form."""

@@ -1,6 +1,6 @@
-"""Forms of calls and their results that lose nothing: together, one by one, apart, or written out as text.
+"""Forms of tool calls and their results: several at once, one by one, or written out as text. None loses content.
 
-Each step takes messages and returns messages, as ``forms`` has it. Knows no template and no tokenizer.
+Each function is a step of ``forms``: it takes messages and returns messages. Knows no template and no tokenizer.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any, TypeAlias
 
 Message: TypeAlias = dict[str, Any]
 
-# How a call is written out for a model that has no form of its own; the words are Hermes'.
+# The form of a call that is written out as text, for models without a format of their own. It is Hermes' form.
 HERMES_CALL = '<tool_call>\n{"name": "FUNCTION", "arguments": {ARGUMENTS}}\n</tool_call>'
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A call's arguments: the text that the model wrote, and the object that it stands for, if it is one.
+    """A call's arguments: the text that the model wrote, and the object that it parses to, or None.
 
-    ``example`` is how the model writes a call, should it have to be written out.
+    ``example``: a call in the model's format. It is used if the call has to be written out as text.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Arguments:
 
 
 def calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls and results written out. Results that follow each other are one user message."""
+    """Writes calls and results out as text. Consecutive results become one user message."""
     out: list[Message] = []
     for message, results in _turns(messages):
         out += [_without_calls(message)] if message else []
@@ -41,22 +41,22 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
 
 def unpaired_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls that do not have one result each are written out with their results, and so are results without a call."""
+    """Writes out calls that do not have exactly one result each, with their results, and results without a call."""
     return _as_text_where(messages, lambda message, results: not _is_paired(message, results))
 
 
 def several_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Several calls of one message are written out."""
+    """Writes out the calls of messages that have more than one."""
     return _as_text_where(messages, lambda message, _: len(message.get("tool_calls", ())) > 1)
 
 
 def spoken_as_text(messages: Sequence[Message]) -> list[Message]:
-    """Calls behind a text are written out."""
+    """Writes out calls of messages that also have text."""
     return _as_text_where(messages, lambda message, _: "tool_calls" in message and bool(message["content"]))
 
 
 def one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """One call a message, each followed by its result."""
+    """Gives each call a message of its own, followed by its result."""
     out: list[Message] = []
     for message, results in _turns(messages):
         left = {id(result): result for result in results}
@@ -69,7 +69,7 @@ def one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def ids_of_nine(messages: Sequence[Message]) -> list[Message]:
-    """Calls' ids of nine letters and digits, as Mistral's templates want them."""
+    """Replaces the ids of calls by nine letters and digits, which Mistral's templates require."""
 
     def short(call_id: str, name: str, n: int) -> str:
         return call_id if re.fullmatch("[a-zA-Z0-9]{9}", call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -78,12 +78,12 @@ def ids_of_nine(messages: Sequence[Message]) -> list[Message]:
 
 
 def ids_with_names(messages: Sequence[Message]) -> list[Message]:
-    """Calls' ids as Kimi writes them, whose templates show the id and no name."""
+    """Replaces the ids of calls by Kimi's form, which has the name in it: Kimi's templates show only the id."""
     return _with_ids(messages, lambda call_id, name, n: f"functions.{name}:{n}")
 
 
 def named_results(messages: Sequence[Message]) -> list[Message]:
-    """Each result with the name of the function that was called."""
+    """Adds the name of the called function to each result."""
     names: dict[str | None, str] = {}
     out = []
     for message in messages:
@@ -94,7 +94,7 @@ def named_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def content_apart(messages: Sequence[Message]) -> list[Message]:
-    """What is said before a call is a message of its own."""
+    """Puts the text before a call into a message of its own."""
     out: list[Message] = []
     for message in messages:
         if "tool_calls" in message and message["content"]:
@@ -105,14 +105,14 @@ def content_apart(messages: Sequence[Message]) -> list[Message]:
 
 
 def content_apart_once_answered(messages: Sequence[Message]) -> list[Message]:
-    """``content_apart`` for the calls that an answer followed: then gpt-oss's template drops what led to them."""
+    """``content_apart`` for calls before the last answer: gpt-oss's template drops the text before such calls."""
     is_answer = [message["role"] == "assistant" and "tool_calls" not in message for message in messages]
     n_answered = max((i for i, found in enumerate(is_answer) if found), default=0)
     return [*content_apart(messages[:n_answered]), *messages[n_answered:]]
 
 
 def content_in_thoughts(messages: Sequence[Message]) -> list[Message]:
-    """What is said between the reasoning and a call is the end of the reasoning."""
+    """Appends the text between the reasoning and a call to the reasoning."""
 
     def moved(message: Message) -> Message:
         texts = [message.get("reasoning_content"), message["content"]]
@@ -124,7 +124,7 @@ def content_in_thoughts(messages: Sequence[Message]) -> list[Message]:
 
 
 def _with_ids(messages: Sequence[Message], new_id: Callable[[str, str, int], str]) -> list[Message]:
-    """``new_id`` makes an id of the old one, the function's name and the number of the call in the conversation."""
+    """Replaces ids by ``new_id(old id, function name, number of the call in the conversation)``."""
     ids: dict[str, str] = {}
     out = []
     for message in messages:
@@ -140,7 +140,7 @@ def _with_ids(messages: Sequence[Message], new_id: Callable[[str, str, int], str
 
 
 def _turns(messages: Sequence[Message]) -> Iterator[tuple[Message | None, list[Message]]]:
-    """Each message with the results that follow it."""
+    """Yields each message with the results that follow it."""
     current: Message | None = None
     results: list[Message] = []
     for message in messages:
@@ -171,7 +171,7 @@ def _is_paired(message: Message, results: Sequence[Message]) -> bool:
 
 
 def _single_calls(message: Message | None) -> list[Message]:
-    """A message for each call; the first of them has everything else."""
+    """Makes one message for each call. The first message keeps all other fields."""
     if message is None:
         return []
     first, *rest = message.get("tool_calls") or [None]
@@ -188,9 +188,9 @@ def _without_calls(message: Message) -> Message:
 
 
 def _call_text(function: Message) -> str:
-    """A call as ``with_definitions`` asks for it, character for character what the model wrote if it kept to that.
+    """Writes a call in the form that ``with_definitions`` teaches. This is the model's own text if it kept to the form.
 
-    Arguments that are no object (a call that was cut off) are a string.
+    Arguments that are not an object (the call was cut off) become a JSON string.
     """
     arguments = function["arguments"]
     value = json.dumps(arguments.text, ensure_ascii=False) if arguments.value is None else arguments.text or "{}"
@@ -198,21 +198,21 @@ def _call_text(function: Message) -> str:
     return re.sub("FUNCTION|{ARGUMENTS}", lambda match: written[match[0]], arguments.example)
 
 
-# How their fields are written
+# Steps that change how fields are written
 
 
 def no_content_in_calls(messages: Sequence[Message]) -> list[Message]:
-    """A call without text has null as its content."""
+    """Sets the content of calls without text to null."""
     return [{**m, "content": None} if "tool_calls" in m and not m["content"] else m for m in messages]
 
 
 def arguments_as_text(messages: Sequence[Message]) -> list[Message]:
-    """A call's arguments as JSON text."""
+    """Writes the arguments of calls as JSON text."""
     return [_with_arguments(message, lambda arguments: arguments.text) for message in messages]
 
 
 def arguments_wrapped(messages: Sequence[Message]) -> list[Message]:
-    """Arguments that are no object, such as those of a call that was cut off, are text in one."""
+    """Wraps arguments that are not an object, such as those of a call that was cut off, as text in an object."""
 
     def wrap(arguments: Arguments) -> Any:
         return {"arguments": arguments.text} if arguments.value is None else arguments
@@ -221,7 +221,7 @@ def arguments_wrapped(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_plain_arguments(message: Message) -> Message:
-    """Arguments as most templates want them: an object, and text if they are none."""
+    """Writes arguments as most templates expect them: an object, or text if they do not parse to one."""
     return _with_arguments(message, lambda a: a.text if a.value is None else a.value)
 
 

@@ -1,7 +1,7 @@
-"""Forms of a conversation and its tools: changes that lose nothing, for the chat templates that need them.
+"""Changes the form of a conversation and its tools, without losing content, for templates that need another form.
 
-A step takes messages and returns messages. It changes only what it is about, and leaves other conversations alone.
-``template_probe`` finds out which steps a template needs. This module knows no template and no tokenizer.
+A step takes messages and returns messages. It changes only the messages that it concerns. ``probe`` finds the steps
+that a template needs. This module knows no template and no tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Step: TypeAlias = Callable[[Sequence[Message]], list[Message]]
 
 
 def in_form(messages: Sequence[Message], steps: Collection[Step]) -> list[Message]:
-    """The messages after ``steps``, in the order of ``PIPELINE``, as a template can be given them."""
+    """Applies ``steps`` in the order of ``PIPELINE``. The result can be passed to a template."""
     for step in PIPELINE:
         if step in steps:
             messages = step(messages)
@@ -26,17 +26,17 @@ def in_form(messages: Sequence[Message], steps: Collection[Step]) -> list[Messag
 
 
 def filled(tools: Sequence[Any]) -> list[Any]:
-    """Tools with what OpenAI lets a client leave out, and some templates cannot do without."""
+    """Adds the fields to tools that OpenAI makes optional and some templates require."""
     return [{**tool, "function": _described(_with_parameters(tool["function"]))} for tool in tools]
 
 
 def flat(tools: Sequence[Any]) -> list[Any]:
-    """Tools that have a function's fields in themselves too, for templates that look for them there."""
+    """Copies the fields of ``function`` into each tool itself, for templates that look for them there."""
     return [{**tool, **tool["function"]} for tool in filled(tools)]
 
 
 def told(tools: Sequence[Any], keywords: Collection[str]) -> list[Any]:
-    """Tools of which a parameter's description has the parameter's schema, where any of ``keywords`` is in that."""
+    """Appends the schema of a parameter to its description, if the schema contains any of ``keywords``."""
     return [{**tool, "function": _with_told_parameters(tool["function"], keywords)} for tool in tools]
 
 
@@ -73,7 +73,7 @@ def _described(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**value, "description": value.get("description") or ""}
 
 
-# Turns are joined twice: before calls are looked at, and after messages became the user's.
+# turns_joined runs twice: before the steps for calls, and after these have made user messages of some.
 PIPELINE: tuple[Step, ...] = (
     turns.thoughts_in_calls_only,
     turns.without_thoughts,

@@ -1,7 +1,7 @@
-"""Finds which messages of a conversation are missing from the prompt that a chat template made of it.
+"""Finds the messages of a conversation that are missing from the prompt that a chat template made of it.
 
-A sample of each text is searched in the prompt. Templates strip, escape and shorten texts, so a sample that is not
-found is only a suspicion. It is settled by rendering the conversation again with a marker word for each text.
+First, a sample of each text is searched in the prompt. Templates strip, escape and shorten texts, so a missing sample
+is only a suspicion. Rendering the conversation again with a marker word in place of each text settles it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 from mlx_serve.text.templates.call_forms import Arguments, Message
 
-# The sample is taken from so many characters of a text's end: templates cut reasoning off the beginning.
+# A sample comes from this many characters at the end of a text: templates cut reasoning off the beginning.
 _N_TAIL = 48
-# No template escapes these characters. A run of a few of them is seldom in a prompt by chance.
+# No template escapes these characters. A run of them in the prompt is rarely there by chance.
 _PLAIN_RUN = re.compile(r"\w[\w ]{6,}\w")
 _PLAIN = re.compile(r"\w[\w ]*")
-# Each sample that is out of order costs a search through the whole prompt. One more than so many is a suspicion.
+# Each sample out of order costs a search through the whole prompt. More than this many count as missing.
 _MAX_OUT_OF_ORDER = 32
 
 
@@ -27,7 +27,7 @@ def missing_messages(
 ) -> list[int]:
     """The indices of the messages whose content or calls are not in ``text``.
 
-    ``render`` makes a prompt of other messages in the same form, or None when the template refuses them.
+    ``render`` makes a prompt of other messages in the same form. It returns None if the template refuses them.
     """
     if _has_all(_samples(messages), text):
         return []
@@ -40,7 +40,7 @@ def missing_messages(
 
 
 def has_tools(tools: Sequence[Any], text: str) -> bool:
-    """Whether the names of all tools are in ``text``. Some templates write names in capitals."""
+    """Whether ``text`` contains the names of all tools. Some templates write names in capitals."""
     names = [tool["function"]["name"] for tool in tools]
     return _has_all(names, text) or _has_all(map(str.lower, names), text.lower())
 
@@ -59,9 +59,9 @@ def _short_sample(text: str) -> str:
 
 
 def _has_all(samples: Iterable[str], text: str) -> bool:
-    """Whether the samples are in the text, in their order or nearly so, and equal ones in different places."""
+    """Whether ``text`` contains all samples, mostly in order, with equal samples at different places."""
     at, n_out_of_order = 0, 0
-    # Where the last one of equal samples ends.
+    # For each sample: where its last occurrence so far ends.
     ends: dict[str, int] = {}
     for sample in samples:
         end = ends.get(sample, 0)
@@ -76,7 +76,7 @@ def _has_all(samples: Iterable[str], text: str) -> bool:
 
 
 def _marked(messages: Sequence[Message]) -> tuple[list[Message], list[list[str]]]:
-    """The messages with a word for each of their texts, and each message's words."""
+    """Replaces each text of the messages by a unique word. Returns the messages, and the words of each."""
     marked, words, numbers = [], [], count()
 
     def new() -> str:

@@ -1,7 +1,7 @@
-"""Finds out, once for each chat template, how it must be given a conversation so that nothing of it is lost.
+"""Finds out, once for each chat template, which form of a conversation it renders without losing content.
 
-Conversations of marker words are rendered, and the mildest form is chosen in which all words come out. What a template
-raises does not tell: many leave out a system message, a tool or a call without a word. Knows no request.
+The probe renders conversations of marker words, and chooses the mildest form in which all words come out. Errors alone
+do not tell: many templates silently drop a system message, a tool or a call. Knows no request.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ Tools: TypeAlias = list[dict[str, Any]]
 ToolForm: TypeAlias = Literal["own", "filled", "flat", "described"]
 
 _MAX_KEPT = 32
-# The names of the option that switches reasoning on.
+# The names that templates use for the option that switches reasoning on.
 _THINKING_OPTIONS = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a template has to be given a conversation.
+    """The form of conversation that a template needs.
 
-    ``shows_users``: whether what a user writes is in the prompt at all; speech and ranking models leave it out.
-    ``tools``: as the client wrote them, filled with what OpenAI lets a client leave out, flat as well as nested, or
-    described in a system message.
-    ``untold``: the keywords of JSON schemas whose values are left out of the parameters of tools.
-    ``thinking_option``: what the template calls the option to think.
+    ``shows_users``: whether the prompt contains the user's text. Templates of speech and ranking models leave it out.
+    ``tools``: "own" as the client wrote them, "filled" with the fields that OpenAI makes optional, "flat" with the
+    function's fields also in the tool itself, or "described" in a system message.
+    ``untold``: keywords of JSON schemas that the template leaves out of the parameters of tools.
+    ``thinking_option``: the template's name for the option that switches reasoning on.
     """
 
     steps: Steps
@@ -60,7 +60,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Matter:
-    """Conversations that have one thing in common, and the steps that it may need, the mildest first."""
+    """Conversations with one property in common, and the steps that they may need, the mildest first."""
 
     conversations: tuple[list[Message], ...]
     choices: tuple[tuple[Step, ...], ...]
@@ -78,7 +78,7 @@ _CALL_FIELDS: tuple[Step, ...] = (
 )
 _AS_TEXT: tuple[tuple[Step, ...], ...] = ((calls.calls_as_text,), (calls.calls_as_text, turns.turns_joined))
 
-# Each is probed with the steps that those before it need.
+# Each matter is probed with the steps that the matters before it need.
 _MATTERS = (
     _Matter(
         ([_U], [_U, _A, _U2], [_U, _A, _U2, _A2, _U3]),
@@ -88,7 +88,7 @@ _MATTERS = (
             (turns.turns_joined, calls.calls_as_text, turns.history_in_user),
         ),
     ),
-    # A system message, several, late ones.
+    # One system message, several, and late ones.
     _Matter(([_S, _U], [_S, _U, _A, _U2]), ((turns.system_in_user,),)),
     _Matter(([_S, _U, _A],), ((turns.system_in_user_if_late,),)),
     _Matter(([_S, _S2, _U],), ((turns.systems_joined,),)),
@@ -99,7 +99,7 @@ _MATTERS = (
         ),
         ((turns.late_systems_as_user,), (turns.late_systems_as_user, turns.turns_joined)),
     ),
-    # Turns in an order that is not the usual one.
+    # Turns in an unusual order.
     _Matter(([_U, _U2], [_S, _U, _A, _U2, _U3]), ((turns.turns_joined,),)),
     _Matter(
         ([_U, _THINKING, _U2], [_U, _THINKING, _U2, _A2]), ((turns.thoughts_in_calls_only,), (turns.without_thoughts,))
@@ -111,7 +111,7 @@ _MATTERS = (
     ),
     _Matter(([_A, _U], [_S, _A, _U], [_S]), ((turns.user_first,),)),
     _Matter(([_U, _A], [_A]), ((turns.user_last,),)),
-    # A call and its result, several, and what may stand beside them.
+    # Calls and results: one, several, and with text or reasoning beside them.
     _Matter(
         ([_U, _CALL, _R], [_U, _CALL, _R, _A, _U2], [_S, _U, _CALL, _R, _A, _U2, _CALL2, _R2]),
         tuple(some for n in (1, 2, 3) for some in combinations(_CALL_FIELDS, n)) + _AS_TEXT,
@@ -154,7 +154,7 @@ _MATTERS = (
         ((calls.unpaired_as_text,), (calls.unpaired_as_text, turns.turns_joined)),
     ),
 )
-# For a conversation that a template refuses or shortens all the same: more steps, added one after the other.
+# If a template still refuses or shortens a conversation, these steps are added, one row after the other.
 STRICTER: tuple[tuple[Step, ...], ...] = (
     (turns.late_systems_as_user, turns.systems_joined),
     (turns.turns_joined, turns.without_empty_turns),
@@ -173,7 +173,7 @@ _TOOLS = [tool("taa"), tool("tbb")]
 
 @lru_cache(maxsize=_MAX_KEPT)
 def plan(tokenizer: Tokenizer, *, with_tools: bool) -> Plan:
-    """What the tokenizer's template needs, in requests with tools and in those without."""
+    """The form that the tokenizer's template needs, for requests with or without tools."""
     if not tokenizer.has_chat_template:
         return _WITHOUT_TEMPLATE
     form, steps = _tool_form(tokenizer) if with_tools else ("own", frozenset())
@@ -187,7 +187,7 @@ def plan(tokenizer: Tokenizer, *, with_tools: bool) -> Plan:
 
 
 def _choose(tokenizer: Tokenizer, matter: _Matter, steps: Steps, tools: Tools | None) -> Steps:
-    """``steps``, and the first choice for a matter with which no word is lost, or else the fewest are."""
+    """``steps`` and the first choice that loses no word, or else the choice that loses the fewest."""
     lost: dict[Steps, int] = {}
     for choice in ((), *matter.choices):
         form = steps.union(choice)
@@ -202,7 +202,7 @@ def _n_lost(tokenizer: Tokenizer, messages: Sequence[Message], steps: Steps, too
 
 
 def _tool_form(tokenizer: Tokenizer) -> tuple[ToolForm, Steps]:
-    """The mildest way in which a template shows all of a tool, with a system message and without one."""
+    """The mildest form in which the template shows every tool in full, with and without a system message."""
     everything = [*_TOOLS, *sparse_tools()]
     ways = [(form, tools) for tools in (everything, _TOOLS) for form in TOOL_FORMS]
     choices: tuple[Steps, ...] = (frozenset(), frozenset({turns.system_first}), frozenset({turns.system_in_user}))
@@ -218,14 +218,14 @@ def _untold(tokenizer: Tokenizer, form: ToolForm, steps: Steps) -> frozenset[str
     messages, found = forms.in_form([_U], steps), set()
     for keyword, tool_of_it in nested_tools().items():
         text = _text(tokenizer, messages, TOOL_FORMS[form]([tool_of_it]))
-        # What a template refuses is described.
+        # A tool that the template refuses is described in a system message anyway.
         if text is not None and n_lost(tool_of_it, text):
             found.add(keyword)
     return frozenset(found)
 
 
 def _thinking_option(tokenizer: Tokenizer) -> str:
-    """The name of the option that makes a difference."""
+    """The option's name that changes the template's output."""
     for name in _THINKING_OPTIONS:
         if len({_text(tokenizer, [_U], None, {name: value}) for value in (True, False)}) > 1:
             return name
@@ -238,7 +238,7 @@ def _text(
     tools: Tools | None,
     options: Mapping[str, Any] | None = None,
 ) -> str | None:
-    """What the template makes of them; None when it refuses."""
+    """The template's output, or None if the template refuses the messages."""
     try:
         return tokenizer.render_chat(messages, tools, options or {})
     except ApiError:

@@ -1,4 +1,4 @@
-"""Conversations and tools of marker words, for ``template_probe`` to render. Knows no template."""
+"""Conversations and tools of marker words, which ``probe`` renders. Knows no template."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _WORD = re.compile("zq[a-z]+zq")
 
 
 def n_lost(value: object, text: str) -> int:
-    """How many of the words in ``value`` are not in ``text``. Some templates write names in capitals."""
+    """The number of words in ``value`` that are missing from ``text``. Some templates write names in capitals."""
     lowered = text.lower()
     return sum(word not in lowered for word in set(_WORD.findall(str(value))))
 
 
 def user(name: str) -> Message:
-    """What a user says."""
+    """A user message."""
     return {"role": "user", "content": f"zqu{name}zq"}
 
 
 def system(name: str) -> Message:
-    """What the system says."""
+    """A system message."""
     return {"role": "system", "content": f"zqs{name}zq"}
 
 
 def assistant(name: str = "", *calls: str, thoughts: str = "") -> Message:
-    """An answer; without a name there is no text in it."""
+    """An assistant message; without ``name`` it has no text."""
     made = [
         _call(call, Arguments(f'{{"zq{call}kzq": "zq{call}vzq"}}', {f"zq{call}kzq": f"zq{call}vzq"})) for call in calls
     ]
@@ -37,17 +37,17 @@ def assistant(name: str = "", *calls: str, thoughts: str = "") -> Message:
 
 
 def cut_call(call: str) -> Message:
-    """A call that was cut off before it was whole."""
+    """An assistant message with an incomplete call, as after a cut."""
     return {"role": "assistant", "content": "", "tool_calls": [_call(call, Arguments('{"place": "zqcutzq', None))]}
 
 
 def result(call: str) -> Message:
-    """What a call returned."""
+    """The result of a call."""
     return {"role": "tool", "tool_call_id": _call_id(call), "content": f"zq{call}rzq"}
 
 
 def tool(name: str) -> dict[str, Any]:
-    """A tool with all that describes it."""
+    """A tool with a description of every part."""
     parameter = {"type": "string", "description": f"zq{name}ezq"}
     parameters = {"type": "object", "properties": {f"zq{name}pzq": parameter}, "required": [f"zq{name}pzq"]}
     function = {"name": f"zq{name}nzq", "description": f"zq{name}dzq", "parameters": parameters}
@@ -55,7 +55,7 @@ def tool(name: str) -> dict[str, Any]:
 
 
 def nested_tools() -> dict[str, dict[str, Any]]:
-    """For each keyword of JSON schemas that says more than a type: a tool with a parameter that has it."""
+    """For each JSON-schema keyword that restricts more than the type: a tool with a parameter that uses it."""
     inner = {"type": "object", "properties": {"zqizq": {"type": "string", "description": "zqjzq"}}}
     schemas: dict[str, dict[str, Any]] = {
         "enum": {"type": "string", "enum": ["zqkzq"]},
@@ -75,7 +75,7 @@ def _nested_tool(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[st
 
 
 def sparse_tools() -> list[dict[str, Any]]:
-    """Tools with no more than they must have."""
+    """Tools with only the required fields."""
     parameters = {"type": "object", "properties": {"zqpzq": {"type": "string"}}}
     functions: list[dict[str, Any]] = [{"name": "zqsparsezq", "parameters": parameters}, {"name": "zqbarezq"}]
     return [{"type": "function", "function": function} for function in functions]

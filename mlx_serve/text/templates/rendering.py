@@ -1,6 +1,6 @@
-"""Renders a conversation with the model's chat template, in the mildest form in which nothing of it is lost.
+"""Renders a conversation with the model's chat template, in the mildest form that loses no content.
 
-``template_probe`` knows what the template needs; ``forms`` does it. Knows no tokens and no request.
+``probe`` finds the form that the template needs; ``forms`` applies it. Knows no tokens and no request.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MAX_KEPT = 32
 def rendered(
     formats: Formats, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], options: Mapping[str, Any]
 ) -> str:
-    """The template's text, with the tools described in words where it does not take them.
+    """Returns the template's text. Tools that the template does not show are described in a system message.
 
-    Raises ApiError 400 when each form loses a part of the conversation or is refused.
+    Raises ApiError 400 if every form loses a part of the conversation or is refused.
     """
     tokenizer = formats.tokenizer
     chosen = plan(tokenizer, with_tools=bool(tools))
@@ -42,7 +42,7 @@ def rendered(
     turns, options = _turns(formats, messages), _named(options, chosen.thinking_option)
     offered = guard_of(tokenizer, is_own=True).value(list(tools))
     if offered and chosen.tools != "described":
-        # A tool may be of a kind that the template fails at, or leaves out.
+        # The template may refuse or leave out a tool of this kind. The tools are described in words then.
         with suppress(ApiError):
             told = forms.told(offered, chosen.untold)
             return _in_a_form_it_takes(_Way(formats, told, chosen.tools, options), chosen.steps, turns)
@@ -51,7 +51,7 @@ def rendered(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """How a conversation is rendered, but for the steps: with which tools, given how, and which options."""
+    """How a conversation is rendered, apart from the steps: the tools, their form, and the options."""
 
     formats: Formats
     offered: Sequence[Any]
@@ -59,18 +59,18 @@ class _Way:
     options: Mapping[str, Any]
 
     def messages(self, turns: Sequence[Message], steps: frozenset[Step]) -> list[Message]:
-        """What the template is given for ``turns``."""
+        """The messages that are passed to the template for ``turns``."""
         if self.offered and self.form == "described":
             turns = with_definitions(turns, self.offered, self.formats.calls)
         return forms.in_form(turns, steps)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The template's text."""
+        """The template's output."""
         tools = None if self.form == "described" else TOOL_FORMS[self.form](list(self.offered))
         return self.formats.tokenizer.render_chat(messages, tools, self.options)
 
     def loss(self, turns: Sequence[Message], steps: frozenset[Step], text: str) -> ApiError | None:
-        """What of the conversation is not in ``text``, as the error that says so."""
+        """The error that names a part of the conversation that is missing from ``text``. None if nothing is."""
         if not has_tools(self.offered, text):
             return ApiError(400, "The model's chat template leaves out tools.", param="tools")
 
@@ -86,7 +86,7 @@ class _Way:
 
 
 def plain_turns(formats: Formats, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Message]:
-    """The messages for a model without a chat template: tools, calls and results are text."""
+    """The messages for a model without a chat template: tools, calls and results become text."""
     turns = _turns(formats, messages)
     offered = guard_of(formats.tokenizer, is_own=True).value(list(tools))
     described = with_definitions(turns, offered, formats.calls) if offered else turns
@@ -95,10 +95,10 @@ def plain_turns(formats: Formats, messages: Sequence[Mapping[str, Any]], tools: 
 
 @lru_cache(maxsize=_MAX_KEPT)
 def guard_of(tokenizer: Tokenizer, *, is_own: bool) -> Guard:
-    """What may be no control token in a text. ``is_own``: an assistant's earlier turns, and a client's instructions.
+    """The guard that keeps texts from becoming control tokens. ``is_own``: for assistant and system messages.
 
-    Those may hold the markers of reasoning and calls: templates look for the former, and some clients explain the
-    latter.
+    These may contain the markers of reasoning and calls: templates look for the markers of reasoning, and some clients
+    explain those of calls.
     """
     formats = formats_of(tokenizer)
     if not is_own or formats.is_harmony:
@@ -108,7 +108,7 @@ def guard_of(tokenizer: Tokenizer, *, is_own: bool) -> Guard:
 
 
 def _turns(formats: Formats, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Messages as the steps expect them: no nulls, a string as content, and nothing that becomes a control token."""
+    """Messages as the steps expect them: without nulls, with a string as content, and with guarded texts."""
     turns = []
     for message in messages:
         guard = guard_of(formats.tokenizer, is_own=message["role"] in ("assistant", "system"))
@@ -120,7 +120,7 @@ def _turns(formats: Formats, messages: Sequence[Mapping[str, Any]]) -> list[Mess
 
 
 def _arguments(text: str, guard: Guard, example: str) -> Arguments:
-    """Guarded after they are parsed: an escape in their JSON may stand for a character of a control token."""
+    """Guards the arguments after parsing them: a JSON escape may stand for a character of a control token."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -129,14 +129,14 @@ def _arguments(text: str, guard: Guard, example: str) -> Arguments:
 
 
 def _named(options: Mapping[str, Any], thinking_option: str) -> dict[str, Any]:
-    """The options of a request, with the template's own name for the one that switches reasoning on."""
+    """The options of a request, with the option for reasoning renamed as the template knows it."""
     return {thinking_option if name == "enable_thinking" else name: value for name, value in options.items()}
 
 
 def _in_a_form_it_takes(way: _Way, steps: frozenset[Step], turns: Sequence[Message]) -> str:
-    """The template's text of the messages after ``steps``, or after more of them, in which nothing is missing.
+    """Renders the messages after ``steps``, adding stricter steps until nothing is missing.
 
-    Raises ApiError with what is missing, or else with the last form's refusal.
+    Raises ApiError with the missing part, or else with the last refusal.
     """
     last: list[Message] | None = None
     loss: ApiError | None = None

@@ -1,6 +1,6 @@
-"""Forms of the turns of a conversation that lose nothing: whose they are, in which order, and how they are written.
+"""Forms of a conversation's turns: their roles, their order, and how their fields are written. None loses content.
 
-Each step takes messages and returns messages, as ``forms`` has it. Knows no template and no tokenizer.
+Each function is a step of ``forms``: it takes messages and returns messages. Knows no template and no tokenizer.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from mlx_serve.text.templates.call_forms import Message
 
 
 def reminder(text: str) -> str:
-    """What the system says in mid-conversation, as part of a user's turn; the words are Claude Code's."""
+    """Wraps a late system message for use in a user turn. The tag is Claude Code's."""
     return f"<system-reminder>\n{text}\n</system-reminder>"
 
 
 def systems_joined(messages: Sequence[Message]) -> list[Message]:
-    """One system message in front instead of several."""
+    """Joins the leading system messages."""
     leading = _leading_systems(messages)
     text = "\n\n".join(filter(None, (message["content"] for message in leading)))
     return [*([{"role": "system", "content": text}] if text else []), *messages[len(leading) :]]
 
 
 def late_systems_as_user(messages: Sequence[Message]) -> list[Message]:
-    """System messages after the first turn are the user's. They stay in their place, or prompts would begin anew."""
+    """Turns late system messages into user messages at the same place. Moving them would invalidate cached prompts."""
     n_leading = len(_leading_systems(messages))
     out = list(messages[:n_leading])
     for message in messages[n_leading:]:
@@ -38,7 +38,7 @@ def late_systems_as_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def system_in_user(messages: Sequence[Message]) -> list[Message]:
-    """The system messages in front are the beginning of the user's first message."""
+    """Moves the leading system messages to the beginning of the first user message."""
     leading = _leading_systems(messages)
     rest = list(messages[len(leading) :])
     texts = [message["content"] for message in leading if message["content"]]
@@ -50,12 +50,12 @@ def system_in_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def system_in_user_if_late(messages: Sequence[Message]) -> list[Message]:
-    """As ``system_in_user`` where the user does not have the last word: some templates show the system only then."""
+    """``system_in_user`` if the last message is not the user's: some templates show the system message only then."""
     return list(messages) if messages and messages[-1]["role"] == "user" else system_in_user(messages)
 
 
 def system_first(messages: Sequence[Message]) -> list[Message]:
-    """An empty system message where there is none, for templates that show tools in it."""
+    """Adds an empty system message if there is none, for templates that put tools into it."""
     return [*([] if _leading_systems(messages) else [{"role": "system", "content": ""}]), *messages]
 
 
@@ -67,13 +67,13 @@ def _leading_systems(messages: Sequence[Message]) -> list[Message]:
 
 
 def without_empty_turns(messages: Sequence[Message]) -> list[Message]:
-    """Without the assistant's messages in which there is nothing."""
+    """Drops empty assistant messages."""
     kept = ("content", "tool_calls", "reasoning_content")
     return [m for m in messages if m["role"] != "assistant" or any(m.get(key) for key in kept)]
 
 
 def turns_joined(messages: Sequence[Message]) -> list[Message]:
-    """Messages of one side that follow each other are one."""
+    """Joins consecutive messages of the same role (user or assistant)."""
     out: list[Message] = []
     for role, found in groupby(messages, key=lambda message: message["role"]):
         turn = list(found)
@@ -82,7 +82,7 @@ def turns_joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def text_in_results(messages: Sequence[Message]) -> list[Message]:
-    """For templates that want an answer right behind a tool's result: what the user adds to it goes into it."""
+    """Appends user text after a tool result to the result: some templates want an answer right after a result."""
     out: list[Message] = []
     for role, found in groupby(messages, key=lambda message: message["role"]):
         turn = list(found)
@@ -94,7 +94,7 @@ def text_in_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def user_first(messages: Sequence[Message]) -> list[Message]:
-    """An empty user message in front of a conversation that begins with another."""
+    """Adds an empty user message if the conversation begins with another role."""
     n_leading = len(_leading_systems(messages))
     if n_leading < len(messages) and messages[n_leading]["role"] == "user":
         return list(messages)
@@ -102,13 +102,13 @@ def user_first(messages: Sequence[Message]) -> list[Message]:
 
 
 def user_last(messages: Sequence[Message]) -> list[Message]:
-    """An empty user message behind a conversation that ends with the assistant's."""
+    """Adds an empty user message if the conversation ends with the assistant's."""
     ends_in_answer = bool(messages) and messages[-1]["role"] == "assistant"
     return [*messages, *([{"role": "user", "content": ""}] if ends_in_answer else [])]
 
 
 def history_in_user(messages: Sequence[Message]) -> list[Message]:
-    """What comes before the user's last message is a part of it, for templates that read no more than that."""
+    """Puts all earlier messages into the user's last message, for templates that read only that one."""
     last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
     n_leading = len(_leading_systems(messages))
     earlier = messages[n_leading:last]
@@ -120,7 +120,7 @@ def history_in_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def thoughts_in_calls_only(messages: Sequence[Message]) -> list[Message]:
-    """Without the reasoning that led to no call."""
+    """Drops reasoning from messages without a call."""
     out = []
     for message in messages:
         out += [message] if "tool_calls" in message else without_thoughts([message])
@@ -128,12 +128,12 @@ def thoughts_in_calls_only(messages: Sequence[Message]) -> list[Message]:
 
 
 def without_thoughts(messages: Sequence[Message]) -> list[Message]:
-    """Without reasoning, which most templates leave out of earlier turns themselves."""
+    """Drops reasoning. Most templates leave it out of earlier turns themselves."""
     return [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
 
 
 def _joined(turn: Sequence[Message]) -> Message:
-    """Messages of one side as one."""
+    """Joins messages of one role."""
     if len(turn) == 1:
         return turn[0]
     out = {key: value for message in turn for key, value in message.items()}
@@ -143,15 +143,15 @@ def _joined(turn: Sequence[Message]) -> Message:
     return {**out, "tool_calls": calls} if calls else out
 
 
-# How fields are written
+# Steps that change how fields are written
 
 
 def thoughts_as_thinking(messages: Sequence[Message]) -> list[Message]:
-    """The reasoning also by its other name."""
+    """Adds the reasoning under its other name, "thinking"."""
     return [m | {"thinking": m["reasoning_content"]} if m.get("reasoning_content") else m for m in messages]
 
 
 def content_in_parts(messages: Sequence[Message]) -> list[Message]:
-    """Content is a list of parts."""
+    """Writes content as a list of parts."""
     parts = [[{"type": "text", "text": message["content"] or ""}] for message in messages]
     return [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
