@@ -1,7 +1,7 @@
-"""The command: reads the flags, sets up the log and the signals, and runs a server until it is told to end.
+"""The ``mlx-serve`` command: reads the flags, sets up the log and the signals, and runs a server until it must end.
 
-Start-up faults are one line on stderr and a non-zero exit status. Must not import MLX before OpenBLAS is loaded, and
-not know how a server is put together: ``serve`` does.
+A start-up fault is one line on stderr and a non-zero exit status. This module must not import MLX before OpenBLAS is
+loaded. It must not know how a server is assembled: ``serve`` does.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# The sub-commands: a module with ``main(argv) -> exit status`` for each, imported when it is called.
-# Without one of them the server is started.
+# Each sub-command is a module with ``main(argv) -> exit status``, imported when it is called.
+# Without a sub-command, ``mlx-serve`` starts the server.
 COMMANDS: dict[str, str] = {
     "bench": "mlx_serve.commands.bench.command",
     "chat": "mlx_serve.commands.chat",
@@ -44,39 +44,39 @@ COMMANDS: dict[str, str] = {
     "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
 }
-# Models, libraries, the log: files that are open besides connections.
+# File descriptors besides connections: models, libraries, the log.
 _OTHER_DESCRIPTORS = 256
 
 
 def run() -> NoReturn:
-    """The console script: ``main``, and an end without the interpreter's own.
+    """The console script: runs ``main``, then exits without the interpreter's finalization.
 
-    Before Python 3.13 a join returns while its thread is still on its way out. What MLX keeps for a thread is let go
-    then, with the GIL, and when that falls into the interpreter's finalization the process aborts.
+    Before Python 3.13, a join can return while its thread is still ending. MLX then frees the thread's data, for which
+    it takes the GIL. If that happens during finalization, the process aborts.
     """
     for stream in (sys.stdin, sys.stdout):
-        # A file name or a model's answer may hold what the terminal's encoding lacks.
+        # A file name or a model's answer may have characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        # A shell has what it starts in the background ignore it, and the commands end by it.
+        # Shells start background jobs with SIGINT ignored. The default handler lets SIGINT end the sub-commands.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         status = main()
-    except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM while something is made
+    except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM during start-up
         status = usage.code if isinstance(usage.code, int) else 1
-    except KeyboardInterrupt:  # before ``signals`` has a handler of its own: while a model is fetched or built
+    except KeyboardInterrupt:  # before ``signals`` installs its handler: while a model is downloaded or built
         status = 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read the output, as ``head``, has enough
+    except BrokenPipeError:  # the reader of the output (such as ``head``) has closed the pipe
         status = 128 + signal.SIGPIPE
     logging.shutdown()
-    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed from the start
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the stream was closed when the process started
         with suppress(BrokenPipeError):
             stream.flush()
     os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The ``mlx-serve`` command; gives the exit status."""
+    """Run the ``mlx-serve`` command and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    """Say why there is no server any more; gives the exit status."""
+    """Print why the server ended or did not start, and return the exit status."""
     logs.say(f"mlx-serve: {error}")
     return 1
 
@@ -126,7 +126,7 @@ def serve_until(
 ) -> None:
     """Serve until ``stop`` is set, by a signal or otherwise.
 
-    Raises StartError when the port is taken or the first model can't be loaded, EngineLost when a peer is gone.
+    Raises StartError when the port is taken or the first model can't be loaded, EngineLost when another rank is gone.
     """
     _raise_descriptor_limit(settings.max_connections)
     signals.stop_on_signals(stop)
@@ -164,7 +164,7 @@ def _raise_descriptor_limit(n_connections: int) -> None:
 
 
 def ready_line(settings: Config, catalog: Catalog, url: str) -> str:
-    """What the operator wants to know once: the address, the models, the limits in force."""
+    """The start-up line for the operator: the address, the models and the limits in force."""
     default = catalog.default
     model = default.name if default is not None else "none yet; loaded on request"
     n_more = len(catalog.models()) - 1

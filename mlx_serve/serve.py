@@ -1,8 +1,8 @@
 """Assembles a server from its parts: scheduler, MLX thread, grammars, API, HTTP server, accept thread.
 
 ``running`` starts the parts in order and ends them in order; the command line, the benchmarks and the tests all use it.
-``open_models`` and ``configured`` make of the settings what it takes. It must not parse flags, handle signals or set up
-the log. MLX is imported late, by ``open_models`` alone.
+``open_models`` and ``configured`` turn the settings into its arguments. This module must not parse flags, handle
+signals or set up the log. Only ``open_models`` imports MLX, and late.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# Time for the errors of requests that did not end in time to reach their clients.
+# After the worker has stopped, the errors of unfinished requests have this time to reach their clients.
 _LAST_WORDS_S = 2.0
-# Time for the MLX thread to end its step and write what it keeps. A thread that hangs would never end.
+# The MLX thread has this time to end its step and write its caches. A thread that hangs would never end.
 _WORKER_S = 30.0
 
 
@@ -62,13 +62,13 @@ class Models(Tokenizers, backend.ModelLoader, Protocol):
         """A model's tokens, for grammars."""
 
     def close(self) -> None:
-        """Let all models go."""
+        """Unload all models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A server that is up. ``url`` is the base URL that OpenAI's clients take, or the path of the Unix socket; ``app``
-    is what ``wrap`` gave.
+    """A server that is up. ``url`` is the base URL for OpenAI's clients, or the path of the Unix socket. ``app`` is the
+    result of ``wrap``.
     """
 
     app: Application
@@ -79,7 +79,7 @@ class Running:
     draining: threading.Event
 
     def wait_until_ready(self, stop: threading.Event | None = None) -> None:
-        """Until the first model is loaded, or ``stop`` is set. Raises StartError when the model cannot be loaded."""
+        """Wait until the first model is loaded or ``stop`` is set. Raises StartError when it cannot be loaded."""
         loaded = threading.Event()
         self.worker.ready.add_done_callback(lambda _: loaded.set())
         while not loaded.wait(0.1):
@@ -91,7 +91,7 @@ class Running:
             raise StartError(str(cause)) from error
 
     def drain(self, timeout_s: float) -> None:
-        """Take no more requests, and give those that run up to ``timeout_s`` seconds. Nothing after a fault."""
+        """Refuse new requests, and give running ones up to ``timeout_s`` seconds. After a fault, return at once."""
         self.draining.set()
         if self.worker.fault is not None:
             return
@@ -114,11 +114,11 @@ def running(
     peers: Leader | None = None,
     on_fault: Callable[[], None] = lambda: None,
 ) -> Iterator[Running]:
-    """A server that answers while the block runs; nothing of it is left afterwards.
+    """A server that answers while the block runs. All its threads and sockets are closed afterwards.
 
-    ``services`` makes the API's Services of the parts that are made here. ``first_model`` is loaded at once. ``wrap``
-    gives what stands between the HTTP server and the API. Raises StartError when the address is taken, and EngineLost
-    at the end of the block when the MLX thread had failed or does not end.
+    ``services`` makes the API's Services from the parts that are made here. ``first_model`` is loaded at once.
+    ``wrap`` returns the application that the HTTP server calls, given the API. Raises StartError when the address is
+    taken, and EngineLost at the end of the block when the MLX thread has failed or does not end.
     """
     limits = limits or Limits()
     scheduler = Scheduler(models, limits)
@@ -145,7 +145,7 @@ def running(
         yield Running(app, scheduler, worker, server, _url(server.address, options), draining)
     finally:
         has_ended = worker.stop(_WORKER_S)
-        # Requests that still waited have an error to read now.
+        # Stopping the worker gave every waiting request an error, which still has to be sent.
         server.drain(_LAST_WORDS_S)
         server.close()
         grammars.close()
@@ -202,7 +202,7 @@ def limits(settings: Config) -> Limits:
 
 
 def services(settings: Config) -> Callable[..., Services]:
-    """Makes what the endpoints work with, of the parts that ``running`` makes."""
+    """A function that makes the endpoints' Services from the parts that ``running`` makes."""
     return partial(
         Services,
         fingerprint=_fingerprint(),
@@ -222,7 +222,7 @@ def services(settings: Config) -> Callable[..., Services]:
 
 
 def _fingerprint() -> str:
-    """OpenAI's system_fingerprint: changes when what generates changes."""
+    """OpenAI's system_fingerprint. It changes when the software that generates changes."""
     parts = [__version__, platform.platform(), *(version(name) for name in ("mlx", "mlx-lm"))]
     return "fp_" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
@@ -233,7 +233,7 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
     from mlx_serve.engine.models.store import device_bytes, locate
 
     report = progress.printed(sys.stderr) if sys.stderr.isatty() else progress.logged(log)
-    # On a terminal the hub draws bars of its own.
+    # On a terminal, huggingface_hub draws its own progress bars.
     find = locate if sys.stderr.isatty() else partial(locate, bars=partial(progress.hub_bars, report))
     try:
         catalog = model_options.catalog(settings, find, report)
@@ -288,11 +288,11 @@ def _disk_cache(settings: Config) -> DiskCache | None:
 
 
 def memory_budget(settings: Config, device_bytes: int) -> MemoryBudget:
-    """What may be in memory, of what was set and what the device recommends."""
-    # What somebody set is kept in the moments of copying too.
+    """The memory limits, from the settings and the device's recommendation."""
+    # A limit that the operator set holds even while caches are copied.
     kv_copies = 1 if settings.memory_bytes is None and settings.kv_cache_bytes is None else 2
     if settings.memory_bytes is not None:
         return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies)
-    # Nobody chose this total: it must not refuse a model or a request that might go well.
+    # The operator did not choose this total, so it must not refuse a model or a request that might fit.
     least = device_bytes // 8
     return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies, least)

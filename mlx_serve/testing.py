@@ -1,14 +1,14 @@
-"""A whole server without MLX, for tests of what talks to one. Answers are deterministic.
+"""A whole server without MLX, for tests of clients and of the server. Answers are deterministic.
 
     with serving(lambda name: FakeBackend(answer=saying("Hello."))) as server:
         client = openai.OpenAI(base_url=server.url, api_key="none")
         ...
 
 ``serving`` starts it on a free port of 127.0.0.1. Everything between the socket and the queue is the real server;
-``FakeBackend`` stands for the MLX thread's work and ``FakeTokenizer`` for a model's. A token is a byte of UTF-8, or one
-of a few control tokens, so texts of any script and split characters occur. What a job answers is a function of its
-prompt (``answer``): by default the prompt itself, then the end token. ``on_step`` is called before each step, and may
-wait, or raise. Must not import MLX.
+``FakeBackend`` replaces the work of the MLX thread, and ``FakeTokenizer`` a model's tokenizer. A token is a byte of
+UTF-8 or one of a few control tokens, so tests meet every script and split characters. The function ``answer`` maps a
+job's prompt to its answer: by default the prompt itself, then the end token. ``on_step`` is called before each step;
+it may wait or raise. Must not import MLX.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from mlx_serve.values import (
 from mlx_serve.wire.server_options import Application, ServerOptions
 
 EOS = 256
-# Control tokens, by their text. Those that a marker is made of are seen by the splitter; the others are hidden.
+# Control tokens by their text. The splitter sees those that are part of a marker; the others are hidden.
 CONTROL = {
     EOS: "<eos>",
     257: "<bos>",
@@ -59,38 +59,38 @@ CONTROL = {
 }
 _IDS = {text: token for token, text in CONTROL.items()}
 VOCAB_SIZE = 262
-# Of its vectors.
+# The numbers in a fake vector.
 WIDTH = 8
 # The model that ``serving`` serves.
 ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=4096, vocab_size=VOCAB_SIZE)
-# Past all control tokens that a test may have.
+# The vocabulary's size: larger than the ids of all control tokens that a test may define.
 _FIRST_WORD = 10_000
 
 Answer = Callable[[Job], Sequence[int]]
 
 
 def echo(job: Job) -> Sequence[int]:
-    """The prompt again, and the end."""
+    """Answer with the prompt, then the end token."""
     return [*job.prompt.tokens, EOS]
 
 
 def saying(text: str) -> Answer:
-    """Always this text, in which control tokens are written out, and the end."""
+    """Always answer with this text, in which control tokens are spelled out, then the end token."""
     return lambda _: [*tokens_of(text), EOS]
 
 
 def vector_of(tokens: Sequence[int], dimensions: int | None = None) -> list[float]:
-    """How often each of the ids modulo WIDTH occurs, and 1, in a vector of length 1."""
+    """The count of each id modulo WIDTH, plus 1, scaled to a vector of length 1."""
     counts = [1 + sum(token % WIDTH == i for token in tokens) for i in range(dimensions or WIDTH)]
     length = math.hypot(*counts)
     return [count / length for count in counts]
 
 
 class FakeBackend:
-    """Runs up to ``capacity`` jobs, a token or a vector of each at every step.
+    """Runs up to ``capacity`` jobs. Each step makes one token or one vector of each job.
 
-    ``on_step`` runs before each step and may raise. One of ``end_ids`` ends an answer. A KV cache has ``token_bytes``
-    bytes for each token; ``cached_tokens`` of each prompt are said to be cached.
+    ``on_step`` runs before each step and may raise. Any of ``end_ids`` ends an answer. A KV cache takes ``token_bytes``
+    bytes for each token. The backend reports ``cached_tokens`` of each prompt as cached.
     """
 
     alone = ""
@@ -122,15 +122,15 @@ class FakeBackend:
 
     @property
     def n_decoding(self) -> int:
-        """All that generate: a prompt takes no time."""
+        """All jobs that generate: a fake prompt takes no time."""
         return len(self._jobs)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """Of prompts and outputs."""
+        """The bytes of the jobs' prompts and outputs."""
         return sum(self._token_bytes * (len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
 
     def insert(self, job: Job) -> None:
-        """Nothing is ever cached."""
+        """Take a job; no prefix is ever cached."""
         check_ids(job.prompt.tokens, self._vocab_size, "prompt")
         if job.inputs is not None:
             self._embedding[job] = _vectors(job.index, job.inputs)
@@ -216,7 +216,7 @@ def parse_words(text: str, tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def render_lines(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]) -> str:
-    """Lines of role and content; an option ``fail`` stands for a template that raises."""
+    """Lines of role and content. The option ``fail`` simulates a template that raises."""
     if "fail" in options:
         raise ApiError(400, "The model's chat template cannot render these messages.", param="messages")
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
@@ -226,7 +226,7 @@ Renderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None, Mapping[
 
 
 class FakeTokenizer:
-    """Bytes as tokens. A message is rendered as ``role: content`` and a line end, so that answers can be predicted.
+    """Each byte is a token. A message renders as ``role: content`` and a line end, so tests can predict answers.
 
     It can be given the facts of any model's format. ``learn`` adds a token of several characters.
     """
@@ -267,7 +267,7 @@ class FakeTokenizer:
         self._words: dict[int, str] = {}
 
     def learn(self, word: str) -> int:
-        """The token of a text: a control token's, a byte, or one that is new."""
+        """The id of a token with this text: a control token, a byte, or a new one."""
         known = {text: token for token, text in {**self.controls, **self._words}.items()}
         if word in known:
             return known[word]
@@ -278,7 +278,7 @@ class FakeTokenizer:
         return token
 
     def encode(self, text: str, *, special: bool, check: Check = unchecked) -> list[int]:
-        """The bytes of the text, and control tokens where they are written out and no GUARD is in them."""
+        """The bytes of the text. A spelled-out control token without a GUARD in it becomes that token."""
         check(len(text) // self.max_token_chars)
         ids = {control: token for token, control in self.controls.items()}
         tokens = [token for part in text.split(GUARD) for token in tokens_of(part, ids)]
@@ -299,12 +299,12 @@ class FakeTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> str:
-        """As ``render`` has it."""
+        """The text that ``render`` makes."""
         return self._render(messages, tools, options)
 
 
 def tokens_of(text: str, ids: Mapping[str, int] = MappingProxyType(_IDS)) -> list[int]:
-    """Token ids of a text in which control tokens are written out."""
+    """The token ids of a text in which control tokens are spelled out."""
     for control, token in ids.items():
         if control in text:
             before, _, after = text.partition(control)
@@ -313,7 +313,7 @@ def tokens_of(text: str, ids: Mapping[str, int] = MappingProxyType(_IDS)) -> lis
 
 
 class FakeModels:
-    """Stands for the model store: one tokenizer, and a backend from ``make_backend`` for each model's name.
+    """Replaces the model store: one tokenizer, and a backend from ``make_backend`` for each model's name.
 
     ``max_loaded`` of them are in memory at a time, with ``kv_limit`` bytes for KV caches.
     """
@@ -342,7 +342,7 @@ class FakeModels:
         return self._vocabulary
 
     def weights_bytes(self, name: str) -> int:
-        """None of note."""
+        """0: a fake model has no weights."""
         return 0
 
     def has_room(self, names: Collection[str]) -> bool:
@@ -354,7 +354,7 @@ class FakeModels:
         return self._kv_limit
 
     def memory(self) -> MemoryUse:
-        """None of note."""
+        """All zero."""
         return MemoryUse()
 
     def rest(self) -> None:

@@ -1,6 +1,6 @@
 """From a request's bytes to a checked request of any dialect, or an ApiError 400 that names the field.
 
-The bounds on lists that every dialect has are here too. Knows no dialect: its schema is a ``Model`` that it hands in.
+The bounds on lists, which all dialects share, are here too. Knows no dialect: each passes its schema, a ``Model``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def validated(kind: type[R], value: dict[str, Any]) -> R:
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that ``body`` holds. Raises ApiError 400 that says where it goes wrong (RFC 8259)."""
+    """The JSON object that ``body`` holds. Raises ApiError 400 that says where the JSON is invalid (RFC 8259)."""
     try:
-        # A byte order mark may be ignored (RFC 8259, 8.1); .NET's and PowerShell's writers put one in front.
+        # Parsers may ignore a byte order mark (RFC 8259, 8.1). .NET and PowerShell write one.
         value = json.loads(body.removeprefix(codecs.BOM_UTF8).decode("utf-8"), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"The request body is not UTF-8: bad byte at position {error.start}.") from None
@@ -68,7 +68,7 @@ def _number_fault(error: ValueError) -> str:
 
 
 def _as_api_error(error: ValidationError) -> ApiError:
-    """The first fault, in OpenAI's words where there are some."""
+    """The first fault, in OpenAI's wording if it has one for this fault."""
     fault = error.errors(include_url=False, include_input=False)[0]
     param = _param(fault["loc"])
     if fault["type"] == "missing":
@@ -78,7 +78,7 @@ def _as_api_error(error: ValidationError) -> ApiError:
 
 
 def _param(loc: tuple[int | str, ...]) -> str:
-    """("messages", 0, "role") as messages[0].role; what pydantic calls a union's branch ("list[str]") is left out."""
+    """("messages", 0, "role") as messages[0].role. Pydantic's names of union branches ("list[str]") are left out."""
     out = ""
     for part in loc:
         if isinstance(part, int):

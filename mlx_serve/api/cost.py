@@ -1,6 +1,6 @@
-"""What a request may cost before a job of it is admitted: bounds that are checked before the work, or while it runs.
+"""Limits on the work that a request causes before its jobs are admitted, checked before that work or during it.
 
-Knows no dialect: the names of fields are the callers'.
+Knows no dialect: callers pass the names of fields.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 from mlx_serve.api.errors import ContextLengthError
 from mlx_serve.values import ApiError, Check, ClientGone, RawRequest
 
-# As the flag's default has it.
+# The flag's default.
 MAX_JSON_VALUES = 2**20
-# Tokens of a prompt that is to be cut (vLLM's ``truncate_prompt_tokens``), whatever the context.
+# The most tokens of a prompt that the server truncates (vLLM's ``truncate_prompt_tokens``), whatever the context.
 MAX_CUT_TOKENS = 2**20
-# Log-probabilities, alternatives counted, that a whole answer may collect (each takes some 500 bytes until it is sent),
-# and those of a stream, which wait only for a client that reads slowly.
+# The most log-probabilities, alternatives included, of an answer in one piece: each takes some 500 bytes until it is
+# sent. The second limit is a stream's: its log-probabilities wait only when the client reads slowly.
 MAX_LOGPROBS = 2**18
 MAX_STREAMED_LOGPROBS = 2**22
-# Bodies with more values are parsed one at a time, so that the objects of many never lie in memory together.
+# Bodies with more values than this are parsed one at a time, so that their objects are not in memory together.
 _MANY_VALUES = 2**16
 _MANY_LOCK = Lock()
-# The characters that each begin, or end, another value of JSON text. A key costs more than most values.
+# Each of these characters begins or ends a value in JSON text. A key costs more than most values.
 _VALUE_MARKS = (b"[", b"{", b",", b":")
 
 
 def n_values(raw: bytes) -> int:
-    """At least as many values as JSON text has, without parsing it. Such characters in strings count too.
+    """An upper bound of the values in JSON text, without parsing it. Such characters in strings count too.
 
-    A value costs up to a hundred times the memory of its text, and parsing holds up every other thread.
+    A parsed value takes up to a hundred times the memory of its text, and parsing blocks every other thread.
     """
     return sum(map(raw.count, _VALUE_MARKS))
 
@@ -45,12 +45,12 @@ def check_values(raw: bytes, most: int) -> None:
 
 
 def parsing(raw: bytes) -> AbstractContextManager[Any]:
-    """To be held while JSON text is parsed and becomes a request."""
+    """The lock to hold while JSON text is parsed and converted to a request."""
     return _MANY_LOCK if n_values(raw) > _MANY_VALUES else nullcontext()
 
 
 def tokens_with_logprobs(n_answers: int, n_alternatives: int, *, streamed: bool) -> int:
-    """How many tokens each answer may have, if each comes with its log-probability and ``n_alternatives`` others."""
+    """The most tokens of each answer, if each token comes with its log-probability and ``n_alternatives`` others."""
     most = MAX_STREAMED_LOGPROBS if streamed else MAX_LOGPROBS
     return most // (n_answers * (n_alternatives + 1))
 
@@ -63,7 +63,7 @@ def check_prompt_logprobs(n_tokens: int, n_alternatives: int) -> None:
 
 
 def length_check(request: RawRequest, most: int | None, param: str, what: str = "messages") -> Check:
-    """Ends the tokenizing of a text that is over the context of ``most`` tokens, or that nobody waits for any more.
+    """A check that ends tokenizing when the text exceeds ``most`` tokens or the client has left.
 
     It raises ContextLengthError, which names ``param``, or ClientGone.
     """
@@ -78,5 +78,5 @@ def length_check(request: RawRequest, most: int | None, param: str, what: str = 
 
 
 def n_content_chars(messages: Iterable[Mapping[str, Any]]) -> int:
-    """The characters of the messages' texts, which every template shows; what else it shows is counted later."""
+    """The characters of the messages' texts. Every template renders these; the rest is counted after rendering."""
     return sum(len(message["content"] or "") for message in messages)

@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 
 Encoding: TypeAlias = Literal["float", "base64"]
 
-# Of all inputs of a request together; OpenAI's.
+# OpenAI's limit for all inputs of a request together.
 MAX_TOTAL_TOKENS = 300_000
 
 
 class EmbeddingRequest(Model):
-    """POST /v1/embeddings. ``user`` is ignored, as other fields are that are not known."""
+    """POST /v1/embeddings. ``user`` is ignored, like all unknown fields."""
 
     model: Str | None = None
     input: Inputs
@@ -106,7 +106,7 @@ def _tokens(
 
 
 def _input_check(request: RawRequest, most: int | None, n_before: int, param: str) -> Check:
-    """For an input behind others that have ``n_before`` tokens."""
+    """The check for an input that follows others of ``n_before`` tokens."""
     check_one = length_check(request, most, param, param)
 
     def check(n_tokens: int) -> None:
@@ -119,7 +119,7 @@ def _input_check(request: RawRequest, most: int | None, n_before: int, param: st
 
 
 def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[bytes]:
-    """One after another, as the engine has them. Raises ApiError, and ClientGone when nobody waits any more."""
+    """The vectors, as the engine finishes them. Raises ApiError, and ClientGone when the client has left."""
     trace = Trace(services.metrics, job.model, request.path, request.request_id, request.received_at)
     jobs = RunningJobs(services.scheduler, [job], request.alive, trace)
     jobs.submit(ALIVE_EVERY_S)
@@ -133,7 +133,7 @@ def _vectors(services: Services, request: RawRequest, job: Job) -> Iterator[byte
 
 
 def _written(vectors: Sequence[bytes], encoding: Encoding, model: str, n_tokens: int, request_id: str) -> bytes:
-    """OpenAI's object. A list may have millions of numbers, so each vector is written by itself."""
+    """OpenAI's object. It may have millions of numbers, so each vector is written separately."""
     items = b",".join(_item(i, vector, encoding, request_id) for i, vector in enumerate(vectors))
     end = {"model": model, "usage": {"prompt_tokens": n_tokens, "total_tokens": n_tokens}}
     return b'{"object":"list","data":[' + items + b"]," + dumps(end)[1:].encode()

@@ -1,7 +1,7 @@
 """The application that the wire layer calls, and the table of all routes.
 
-Each module that has endpoints lists its own routes in ``ROUTES``: to add one, add a function and a ``Route`` there. A
-dialect is a folder here with a module ``endpoints``: the folder is all that has to be added, or taken away.
+Each module with endpoints lists its routes in ``ROUTES``. To add an endpoint, add a function and a ``Route`` there. A
+dialect is a folder with a module ``endpoints``. Adding or deleting the folder adds or removes the dialect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlx_serve.wire.server_options import Target
 
 
 def root(services: Services, request: RawRequest) -> Response:
-    """GET /: Claude Code asks for it with HEAD, to see whether anybody is there."""
+    """GET /: Claude Code sends HEAD to it, to check that the server is there."""
     return json_response({"name": "mlx-serve"})
 
 
@@ -45,16 +45,16 @@ ROUTES = (
 
 
 class Api:
-    """The API as a function from a path to what is there."""
+    """The API as a function from a path to its handlers."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        # The page holds nothing: what it shows it asks for, with the key.
+        # The page needs no key: it holds no data, and sends the key with its own requests.
         page = [Route("GET", path, _file, is_open=True) for path in services.page]
         self._table = RouteTable([*page, *ROUTES])
 
     def find(self, path: str) -> Target:
-        """What a path leads to."""
+        """The target of a path."""
         found = self._table.resolve(path)
         routes = found.routes.values()
         return Target(
@@ -68,16 +68,16 @@ class Api:
         )
 
     def _answer(self, found: Resolved, request: RawRequest) -> Response:
-        """Raises ApiError, and ClientGone when nobody waits any more."""
+        """Raises ApiError, and ClientGone when the client has left."""
         check_values(request.body, self._services.max_json_values)
         try:
             return found.routes[request.method].handler(self._services, replace(request, path=found.path))
         except RecursionError:
-            # Whatever it was that went down into the request's JSON: checking, the chat template, writing it out.
+            # Deeply nested JSON can exceed the recursion limit in validation, in the chat template, or in writing.
             raise ApiError(400, "The request is nested too deeply.") from None
 
     def observe(self, entry: RequestLog) -> None:
-        """Count a request that has ended, however it did."""
+        """Count a request that has ended, whatever its outcome."""
         stats.observe(self._services.metrics, entry)
 
 

@@ -1,4 +1,4 @@
-"""Errors in the words of the route's clients, and the ones that several endpoints raise."""
+"""Errors in the format of each dialect, and the errors that several endpoints raise."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mlx_serve.values import ApiError, Response
 
 
 class ContextLengthError(ApiError):
-    """A prompt that does not fit. ``prompt_tokens`` is what it has, or the least that it can have.
+    """A prompt that exceeds the context. ``prompt_tokens``: its length, or a lower bound of it.
 
-    ``what``: the client's word for it.
+    ``what``: the client's word for the prompt.
     """
 
     def __init__(self, context_tokens: int, prompt_tokens: int, param: str, what: str = "messages") -> None:
-        # OpenAI's own sentence: clients look for it, and for the code, some of them (LangChain) in the message.
+        # This is OpenAI's own sentence. Clients search for it or for the code, some (LangChain) within the message.
         super().__init__(
             400,
             f"This model's maximum context length is {context_tokens} tokens. However, your {what} resulted in "
@@ -30,23 +30,23 @@ class ContextLengthError(ApiError):
 
 
 def as_object(error: ApiError) -> dict[str, Any]:
-    """OpenAI's error object: all four keys are always there."""
+    """OpenAI's error object. It always has all four keys."""
     fields = {"message": error.message, "type": error.type, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The words that a route's clients expect of any error, given the request's id."""
+    """How a route's clients expect errors, given the request's id."""
 
     name: str
     error_object: Callable[[ApiError, str], dict[str, Any]]
 
 
-# What all clients read that have no words of their own.
+# The format for clients without one of their own.
 OPENAI = Dialect("openai", lambda error, request_id: as_object(error))
 
 
 def as_response(error: ApiError, dialect: Dialect, request_id: str) -> Response:
-    """The reply to a request that is refused or failed before anything of its answer was sent."""
+    """The reply to a request that is refused, or that fails before any part of its answer is sent."""
     return Response(error.status, json.dumps(dialect.error_object(error, request_id)).encode(), headers=error.headers)

@@ -1,7 +1,7 @@
-"""Anthropic's messages and their content blocks, and the chat messages that the template is given for them.
+"""Anthropic's messages and content blocks, and their conversion to chat messages for the template.
 
-Turns of one side that follow each other are one turn, as Anthropic has it. What a block becomes depends on that block
-alone, so a longer conversation's prompt begins with the shorter one's and its KV cache is found again. Reference:
+As at Anthropic, consecutive messages of one side are one turn. Each block is converted without regard to the others.
+So the prompt of a longer conversation begins with that of the shorter one, and its KV cache is reused. Reference:
 https://platform.claude.com/docs/en/api/messages
 """
 
@@ -18,22 +18,22 @@ from mlx_serve.api.fields import Model, Object, Str, omitted, refuse
 from mlx_serve.text.templates.turn_forms import reminder
 
 MAX_BLOCKS = 16_384
-# Claude Code's first system block is a line for Anthropic's accounts. It differs from request to request, so that no
-# two prompts would begin alike, and it is nothing to a model.
+# Claude Code's first system block is a line for Anthropic's billing. It differs between requests, so no two prompts
+# would share a prefix. A model has no use for it.
 _BILLING_HEADER = "x-anthropic-billing-header:"
-# What came of tools on Anthropic's side, in a conversation that began there.
+# Results of tools that ran on Anthropic's side, in a conversation that began there.
 _SERVER_TOOL_BLOCKS = ("server_tool_use", "mcp_tool_use")
 
 
 class TextBlock(Model):
-    """Words."""
+    """A block of text."""
 
     type: Literal["text"]
     text: Str
 
 
 class ThinkingBlock(Model):
-    """Reasoning that comes back. Its signature is for Anthropic's own models, and not read."""
+    """Reasoning that the client sends back. Its signature is for Anthropic's own models and is ignored."""
 
     type: Literal["thinking"]
     thinking: Str = ""
@@ -54,7 +54,7 @@ class ToolUseBlock(Model):
 
 
 class SearchResultBlock(Model):
-    """Found text, with where it is from."""
+    """A search result: a text with its source."""
 
     type: Literal["search_result"]
     title: Str
@@ -68,7 +68,7 @@ class SearchResultBlock(Model):
 
 
 class ToolReferenceBlock(Model):
-    """A tool that a search for tools has found. The model knows it already: all tools are offered."""
+    """A tool that a tool search found. The model knows it already, because all tools are offered."""
 
     type: Literal["tool_reference"]
     tool_name: Str
@@ -80,13 +80,13 @@ class ToolReferenceBlock(Model):
 
 
 class SkippedBlock(Model):
-    """Only Anthropic's own models can read it."""
+    """A block that only Anthropic's own models can read; it is skipped."""
 
     type: str
 
 
 class UnseenBlock(Model):
-    """In a tool's result, which its client cannot take back: the model is told that there is something."""
+    """A picture or file in a tool's result. The client cannot change the result, so the model gets a note instead."""
 
     type: Literal["image", "document"]
 
@@ -97,7 +97,7 @@ class UnseenBlock(Model):
 
 
 class RefusedBlock(Model):
-    """What a text model cannot be shown, and dropping it in silence would be worse."""
+    """Content that a text model cannot read. It is refused: dropping it silently would mislead the client."""
 
     @model_validator(mode="before")
     @classmethod
@@ -111,7 +111,7 @@ class RefusedBlock(Model):
 
 
 def _as_blocks(value: Any) -> Any:
-    """A string is short for one block of text."""
+    """A string stands for one block of text."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -144,7 +144,7 @@ def _block_kind(value: Any) -> str:
     return _kind(value, ("text", "thinking", "tool_use", "tool_result", "search_result"))
 
 
-# The tags are no field names, so that an error's path does not show them.
+# The tags are not valid field names, so an error's path leaves them out.
 ResultBlock: TypeAlias = Annotated[
     Annotated[TextBlock, Tag("<text>")]
     | Annotated[SearchResultBlock, Tag("<search_result>")]
@@ -157,7 +157,7 @@ ResultContent = Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS), FailF
 
 
 class ToolResultBlock(Model):
-    """What came of a call."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Str
@@ -167,7 +167,7 @@ class ToolResultBlock(Model):
     def as_message(self) -> dict[str, Any]:
         """OpenAI's message for it."""
         text = "\n".join(block.text for block in self.content if not isinstance(block, RefusedBlock))
-        # Chat templates have no place for it, and the model should know.
+        # Chat templates have no field for ``is_error``, so the text says it.
         text = f"Error: {text}" if self.is_error and not text.lower().startswith("error") else text
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": text}
 
@@ -187,7 +187,7 @@ SystemContent = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS), FailFas
 
 
 class MessageTurn(Model):
-    """One turn; ``system`` in the midst of a conversation is what a harness says, and not its user."""
+    """One turn. A ``system`` turn inside a conversation is from the agent program, not from its user."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -229,7 +229,7 @@ def as_chat(system: Iterable[TextBlock], messages: Sequence[MessageTurn]) -> lis
 
 def _assistant(turn: Sequence[MessageTurn]) -> dict[str, Any]:
     blocks = [block for message in turn for block in message.content]
-    # One answer's text: what stood between its parts goes elsewhere.
+    # The parts are one answer's text; the thinking and calls between them go to other fields.
     out: dict[str, Any] = {"role": "assistant", "content": "".join(b.text for b in blocks if isinstance(b, TextBlock))}
     if thinking := "".join(b.thinking for b in blocks if isinstance(b, ThinkingBlock)):
         out["reasoning_content"] = thinking
@@ -239,7 +239,7 @@ def _assistant(turn: Sequence[MessageTurn]) -> dict[str, Any]:
 
 
 def _user(turn: Sequence[MessageTurn]) -> list[dict[str, Any]]:
-    """Results first, for they answer the calls right before them; then the text."""
+    """Tool results come first, because they answer the calls directly before them; then the text."""
     results = [b.as_message() for m in turn for b in m.content if isinstance(b, ToolResultBlock)]
     texts = [text for message in turn for text in _texts(message)]
     return results + ([{"role": "user", "content": "\n".join(texts)}] if texts or not results else [])
@@ -248,6 +248,6 @@ def _user(turn: Sequence[MessageTurn]) -> list[dict[str, Any]]:
 def _texts(message: MessageTurn) -> Iterator[str]:
     for block in message.content:
         if isinstance(block, TextBlock | SearchResultBlock):
-            # Chat templates know system messages at the very beginning, if at all; this is how Claude Code itself
-            # marks what is not the user's, and a message that moved to the front would change every prompt's beginning.
+            # Chat templates take a system message at the beginning, if at all. Moving it there would change the
+            # beginning of every prompt. The tag is Claude Code's own mark for text that is not the user's.
             yield reminder(block.text) if message.role == "system" else block.text

@@ -29,7 +29,7 @@ def messages(services: Services, request: RawRequest) -> Response:
 
 
 def count(services: Services, request: RawRequest) -> Response:
-    """POST /v1/messages/count_tokens: what the same request to /v1/messages would have as its prompt."""
+    """POST /v1/messages/count_tokens: the length of the prompt that /v1/messages would make of the same request."""
     body = parse(CountRequest, request.body)
     return json_response({"input_tokens": count_tokens(services, request, body.model, body.as_conversation())})
 
@@ -48,7 +48,7 @@ class MessageWriter:
         return cls(prepared.entry.name, len(prepared.prompts[0].tokens), prepared.request.request_id)
 
     def stream(self, generation: Generation) -> Iterator[bytes]:
-        """Each event has its name, without which Anthropic's clients pass it over."""
+        """Each event has a name: Anthropic's clients ignore events without one."""
         for event in self._events(generation):
             yield _event(event)
 
@@ -57,7 +57,7 @@ class MessageWriter:
         return render.fold(self._events(generation))
 
     def failure(self, error: ApiError) -> bytes:
-        """An event of its own kind, and then nothing more."""
+        """An ``error`` event, which is the last one."""
         return _event(as_anthropic_object(error, self.request_id))
 
     def _events(self, generation: Generation) -> Iterator[render.Event]:

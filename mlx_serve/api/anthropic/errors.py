@@ -7,7 +7,7 @@ from typing import Any
 from mlx_serve.api.errors import ContextLengthError, Dialect
 from mlx_serve.values import ApiError
 
-# The words for a status; others are 4xx or 5xx of ours.
+# Anthropic's error type for each status. Other statuses use the general type of 4xx or 5xx.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,7 +24,7 @@ def as_anthropic_object(error: ApiError, request_id: str) -> dict[str, Any]:
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     message = error.message
     if isinstance(error, ContextLengthError):
-        # Claude Code compacts its conversation when it reads this.
+        # Claude Code compacts its conversation when it finds this text.
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.context_tokens} maximum"
     fields = {"type": _TYPES.get(error.status, other), "message": message}
     return {"type": "error", "error": fields, "request_id": request_id}

@@ -5,8 +5,8 @@
     message_delta                                                          why it ended, what it cost
     message_stop
 
-The whole message is the events folded, as Anthropic's own clients do it, so both always say the same. The shapes are
-those of https://platform.claude.com/docs/en/build-with-claude/streaming
+The whole message is made by folding the events, as Anthropic's clients do, so both always agree. Reference for the
+shapes: https://platform.claude.com/docs/en/build-with-claude/streaming
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mlx_serve.values import Beat, Delta, Finish, Text, ToolCallArguments, ToolC
 
 Event = dict[str, Any]
 
-# Anthropic's clients want one, and send it back with the thinking; nobody checks it here.
+# Anthropic's clients require a signature and send it back with the thinking. This server does not check it.
 SIGNATURE = "mlx-serve"
-# What Anthropic's schema requires and only its own service has something to say of.
+# Keys that Anthropic's schema requires, whose values only its own service has.
 _NO_DETAILS = {"container": None, "stop_details": None}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
@@ -66,7 +66,7 @@ def fold(found: Iterable[Event]) -> dict[str, Any]:
 
 
 def message_object(model: str, content: list[Any], stop_reason: str | None, usage: dict[str, Any]) -> dict[str, Any]:
-    """A message with a new id. All keys that Anthropic's schema requires; None: nothing to say."""
+    """A message with a new id and all keys that Anthropic's schema requires. None: no value."""
     return {
         "id": f"msg_{secrets.token_hex(12)}",
         "type": "message",
@@ -83,7 +83,7 @@ def message_object(model: str, content: list[Any], stop_reason: str | None, usag
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """Anthropic's usage object. Unlike OpenAI's count, ``input_tokens`` leaves out what came from the cache."""
+    """Anthropic's usage object. Unlike OpenAI's count, ``input_tokens`` excludes cached tokens."""
     return {
         "cache_creation": None,
         "inference_geo": None,
@@ -98,14 +98,13 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class _Blocks:
-    """Puts deltas into blocks, of which one is open at a time."""
+    """Puts deltas into blocks. One block is open at a time."""
 
     def __init__(self) -> None:
         self._n_begun = 0
         # The type of the open block; None: none is.
         self._open: str | None = None
-        # White space that a block of some type would begin with. It is one only if more comes: clients drop or refuse
-        # blocks without words.
+        # White space at the start of a block is held until text follows: clients drop or refuse blocks without text.
         self._blank = ("", "")
 
     def take(self, delta: Text | ToolCallStart | ToolCallArguments) -> Iterator[Event]:
@@ -157,7 +156,7 @@ def _tool_id() -> str:
 
 
 def _ending(finish: Finish) -> dict[str, Any]:
-    # Calls are to be answered, whatever else ended the text behind them.
+    # The client must answer the calls, even if a limit or a stop string ended the text after them.
     if finish.stop is not None and finish.reason == "stop":
         return {**_NO_DETAILS, "stop_reason": "stop_sequence", "stop_sequence": finish.stop}
     return {**_NO_DETAILS, "stop_reason": _STOP_REASONS[finish.reason], "stop_sequence": None}
@@ -180,10 +179,10 @@ def _fill(block: dict[str, Any], text: str) -> None:
 
 
 def _input(text: str) -> dict[str, Any]:
-    """A call's input. Text that is no JSON object (cut off, or the model's mistake) is kept as it is under a name."""
+    """A call's input. Text that is not a JSON object (cut off, or a model's mistake) is kept as a string in a field."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
-        # JSON can spell what cannot be sent: half a surrogate pair, a number that is too large.
+        # JSON can encode values that cannot be sent: half a surrogate pair, a number that is too large.
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = None

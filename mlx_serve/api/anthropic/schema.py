@@ -36,7 +36,7 @@ class ClientTool(Model):
 
 
 class ServerTool(Model):
-    """A tool that runs on Anthropic's side, or that only their models know the schema of: not offered."""
+    """A tool that runs at Anthropic, or whose schema only their models know. The model is not offered it."""
 
     type: Str
     name: Str | None = None
@@ -61,7 +61,7 @@ class ToolUseChoice(Model):
 
 
 class Thinking(Model):
-    """``budget_tokens`` is no limit here: models are not cut off in their reasoning."""
+    """``budget_tokens`` is not enforced: the server does not cut off a model's reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
@@ -124,7 +124,7 @@ class CountRequest(Model):
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is told of, in OpenAI's form.
 
-        All of them even when one is forced: they stand at the beginning of the prompt, which is to stay the same.
+        All tools are listed even when one is forced: they stand at the prompt's beginning, which must not change.
         """
         if self.tool_choice.type == "none":
             return []
@@ -132,14 +132,14 @@ class CountRequest(Model):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the request has for the chat template; without a word about thinking the model has its own way."""
+        """The request's options for the chat template. Without ``thinking``, the model's default applies."""
         return {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
 
     def as_conversation(self) -> ChatConversation:
         """What the prompt is made of."""
         messages = self.chat_messages
         if self.is_prefilled:
-            # Of a turn that goes on, only the words are known to be the beginning of the answer.
+            # The model continues the last turn only if that turn is nothing but text.
             messages[-1] = {"role": "assistant", "content": messages[-1]["content"]}
         return ChatConversation(
             messages,
@@ -166,7 +166,7 @@ class MessagesRequest(CountRequest):
 
     @property
     def must_call(self) -> list[Function]:
-        """The functions of which the answer has to call one; none: it need not."""
+        """The functions of which the answer must call one. Empty: no call is required."""
         if self.tool_choice.type not in ("any", "tool"):
             return []
         return [
@@ -180,7 +180,7 @@ class MessagesRequest(CountRequest):
         return 1 if self.tool_choice.disable_parallel_tool_use else None
 
     def rule(self) -> Rule | None:
-        """What the text must be; nothing when there has to be a call, and so no text."""
+        """The rule for the text. None when a call is required, since there is no text then."""
         wanted, param = self.output_config.format, "output_config.format.schema"
         if wanted is None:
             wanted, param = self.output_format, "output_format.schema"
