@@ -63,7 +63,7 @@ VOCAB_SIZE = 262
 WIDTH = 8
 # The model that ``serving`` serves.
 ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=4096, vocab_size=VOCAB_SIZE)
-# The vocabulary's size: larger than the ids of all control tokens that a test may define.
+# The id of the first token that ``learn`` adds: larger than the ids of all control tokens.
 _FIRST_WORD = 10_000
 
 Answer = Callable[[Job], Sequence[int]]

@@ -1,4 +1,4 @@
-"""Which model types mlx-lm has code for, found in its files: importing it would start MLX.
+"""Which model types mlx-lm has code for. This is read from its files, because importing it would start MLX.
 
 Touches the file system, never MLX.
 """
@@ -16,7 +16,7 @@ from typing import Any
 def architecture_fault(config: Mapping[str, Any]) -> str:
     """Why mlx-lm cannot load a model with this config.json, in one line; "" when it may."""
     kind, known = config.get("model_type"), _known_types()
-    # A model_file is code of the model's own, and which types an mlx-lm that is not installed has is not known.
+    # A model with a ``model_file`` brings its own code. Without mlx-lm installed, its types are unknown.
     if not isinstance(kind, str) or config.get("model_file") or not known or kind in known:
         return ""
     return f"this mlx-lm has no model type {kind[:80]!r}"
@@ -24,7 +24,7 @@ def architecture_fault(config: Mapping[str, Any]) -> str:
 
 @cache
 def _known_types() -> frozenset[str]:
-    """Empty: mlx-lm is not there, or is not laid out as expected."""
+    """The model types with code. Empty: mlx-lm is not installed, or its files are not laid out as expected."""
     found = importlib.util.find_spec("mlx_lm")
     if found is None or not found.submodule_search_locations:
         return frozenset()
@@ -34,7 +34,7 @@ def _known_types() -> frozenset[str]:
 
 
 def _other_names(utils: Path) -> set[str]:
-    """The types that share another one's module: the keys of mlx-lm's MODEL_REMAPPING."""
+    """The types that use the module of another type: the keys of mlx-lm's MODEL_REMAPPING."""
     for node in ast.parse(utils.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_REMAPPING":
             return set(ast.literal_eval(node.value))

@@ -1,4 +1,4 @@
-"""What the scheduler asks of whatever generates tokens, and of whatever opens models, both on the worker thread."""
+"""The scheduler's interfaces: of a backend, which generates tokens, and of a model loader. Both run on the worker."""
 
 from __future__ import annotations
 
@@ -9,109 +9,109 @@ from typing import Protocol, TypeAlias
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.values import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 
-# What Python code and MLX's checks of shapes raise while a computation is still being described: the same on all ranks,
-# and before any of it has run. What comes later (RuntimeError: a device's fault, a lost connection) may be one rank's.
+# Python code and MLX's shape checks raise these while a computation is being described, before it runs. All ranks raise
+# the same. A later error (RuntimeError: a device's fault, a lost connection) may occur on one rank alone.
 ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
 
 
 class EngineLost(Exception):
-    """Nothing can be generated any more, and this process can't mend it; the text is one line for the operator."""
+    """This process can no longer generate and cannot recover. The text is one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does: up to ``n_tokens`` prompt tokens, and whether it then decodes a token of each stream."""
+    """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream."""
 
     n_tokens: int
     decodes: bool = True
 
 
 class Backend(Protocol):
-    """What generates tokens for one model. Made, stepped and closed on the worker thread.
+    """Generates tokens for one model. Created, stepped and closed on the worker thread.
 
-    ``capacity`` is how many jobs it takes at a time; ``n_decoding`` how many of them are past their prompt.
+    ``capacity``: how many jobs it takes at a time. ``n_decoding``: how many of them have finished their prompt.
     """
 
     capacity: int
 
     @property
     def alone(self) -> str:
-        """Why it takes one job at a time; "": it need not. Any thread, as ``capacity``."""
+        """Why it takes one job at a time; "" if it takes several. Any thread may call this and ``capacity``."""
 
     @property
     def n_decoding(self) -> int:
-        """Jobs whose streams wait for every step."""
+        """The number of jobs that get a token in every step."""
 
     @property
     def cache_bytes(self) -> int:
-        """What prefixes of former prompts hold of memory."""
+        """The bytes that kept prefixes take."""
 
     @property
     def n_cached(self) -> int:
-        """How many prefixes are kept. Any thread, as ``cache_bytes`` and ``n_evicted``."""
+        """How many prefixes are kept. Any thread may call this, ``cache_bytes`` and ``n_evicted``."""
 
     @property
     def n_evicted(self) -> int:
-        """How many were given up for room."""
+        """How many prefixes were evicted."""
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """What the KV caches of ``jobs`` can come to, run together. Any thread."""
+        """The most bytes that the KV caches of ``jobs`` can take when they run together. Any thread."""
 
     def insert(self, job: Job) -> None:
-        """Take a job in; its prefill may begin later. An ApiError concerns that job alone."""
+        """Add a job; its prefill may begin later. An ApiError fails that job alone."""
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Forget jobs, at whatever stage they are."""
+        """Remove jobs, whatever their stage."""
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
-        """Go one step on with all jobs, with about ``gap_s`` seconds of prefill.
+        """Run one step of all jobs, with about ``gap_s`` seconds of prefill.
 
-        A job that failed, or whose event says that it was the last one, is forgotten. Raising concerns all jobs.
+        Jobs that failed or that got their last event are removed. An exception fails all jobs.
         """
 
     def shrink_cache(self, max_bytes: int) -> None:
-        """Let prefixes go, the least recently used first, until they hold no more than ``max_bytes``."""
+        """Evict prefixes, the least recently used first, until the rest takes at most ``max_bytes``."""
 
     def close(self) -> None:
-        """Give back what the backend holds."""
+        """Release what the backend holds."""
 
 
-# Opens a model in slices, so that others decode meanwhile; its return value is the backend. Raises ApiError.
+# Opens a model in slices, so that other models decode in between. Its return value is the backend. Raises ApiError.
 Opening: TypeAlias = Generator[None, None, Backend]
 
 
 class ModelLoader(Protocol):
-    """What opens and unloads models, and knows what there is room for.
+    """Opens and unloads models, and knows which of them fit in memory.
 
-    ``kv_copies``: how many times the KV caches that run are counted.
+    ``kv_copies``: how many times the memory budget counts running KV caches.
     """
 
     kv_copies: int
 
     def weights_bytes(self, name: str) -> int:
-        """What a model's weights will hold of memory. Raises ApiError when there is no such model."""
+        """The bytes that a model's weights take in memory. Raises ApiError when there is no such model."""
 
     def has_room(self, names: Collection[str]) -> bool:
         """Whether these models may be in memory together."""
 
     def kv_limit(self, names: Collection[str]) -> int | None:
-        """Bytes for KV caches, running and kept, while these models are in memory. None: nobody says."""
+        """The bytes for KV caches, running and kept, while these models are in memory. None: no limit."""
 
     def open(self, name: str) -> Opening:
         """Load a model that is not in memory yet, and make a backend for it."""
 
     def memory(self) -> MemoryUse:
-        """What it all takes now."""
+        """MLX's memory use now."""
 
     def rest(self) -> None:
-        """Nothing is going on: give back what is held for the next step alone."""
+        """The engine is idle: release memory that is held only for the next step."""
 
     def unload(self, name: str) -> None:
-        """Let a model's weights go."""
+        """Release a model's weights."""
 
 
 def is_last(event: Event) -> bool:
-    """Whether nothing more comes of the event's job."""
+    """Whether this is the last event of its job."""
     if isinstance(event, TokenEvent):
         return event.finish is not None
     return isinstance(event, Failed) or (isinstance(event, PromptLogprobs | Embedded) and event.is_last)

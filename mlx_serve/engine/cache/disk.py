@@ -1,6 +1,6 @@
-"""KV caches of prompts in files, which survive a restart: the tier below the prefix cache in memory.
+"""KV caches of prompts in files, which survive a restart. This is the tier below the prefix cache in memory.
 
-Here cache objects become bytes and back, on the worker thread: the writer of store.py never sees an mlx array.
+The worker thread converts cache objects to bytes and back here. The writer thread of store.py never sees an mlx array.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mlx_serve.engine.cache.store import CacheStore
 
 log = logging.getLogger(__name__)
 
-# What makes a model's numbers: small files are read, large ones looked at.
+# The files that determine a model's numbers. Small ones are hashed; of large ones, only name, size and time count.
 _READ = ("config.json", "tokenizer.json", "adapter_config.json")
 _LOOKED_AT = (".safetensors", ".npz", ".gguf", ".py")
-# Python's and MLX's words for it. The requests that are being decoded must not fail for the sake of a cache.
+# How Python and MLX report a lack of memory. Saving a cache must not fail the requests that are being decoded.
 _NO_MEMORY = (MemoryError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file whose first ``n_tokens`` tokens are a prompt's; ``held`` are all of its tokens, ``file`` is its entry."""
+    """A file whose first ``n_tokens`` tokens match a prompt. ``held``: all its tokens; ``file``: its index entry."""
 
     n_tokens: int
     held: NDArray[np.int64]
@@ -42,10 +42,10 @@ class FoundFile:
 
 
 class DiskCache:
-    """The cache files of one server, for all its models: at most ``max_bytes``, the least recently used go first.
+    """The cache files of one server and all its models: at most ``max_bytes``, evicted least recently used first.
 
-    At most ``max_pending_bytes`` (by default an eighth of the machine's memory) wait to be written; what comes on top
-    is not kept. Raises StartError when the directory can't be used, or when another server uses it.
+    At most ``max_pending_bytes`` (by default an eighth of the machine's memory) wait to be written; caches beyond that
+    are not saved. Raises StartError when the directory can't be used, or when another server uses it.
     """
 
     def __init__(self, directory: Path, max_bytes: int, *, max_pending_bytes: int | None = None) -> None:
@@ -60,16 +60,16 @@ class DiskCache:
         return self._store.counts()
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is written or given up. False when it took longer. Any thread."""
+        """Wait until every saved cache is written or dropped. False when it took longer. Any thread."""
         return self._store.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Take nothing more, wait for what is being written, and let the directory go. Any thread, also twice."""
+        """Accept nothing more, wait for pending writes, and unlock the directory. Any thread; may be called twice."""
         self._store.close(timeout_s)
 
 
 class DiskTier:
-    """The files of one model, those of each scope (whose requests may use them) for themselves. Worker thread only."""
+    """The files of one model. Each scope (whose requests may use them) has separate files. Worker thread only."""
 
     def __init__(self, store: CacheStore, identity: str) -> None:
         self._store = store
@@ -77,21 +77,21 @@ class DiskTier:
         self._refused = False
 
     def covers(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> int:
-        """How many leading tokens the best file could give now."""
+        """How many leading tokens of a prompt the best file covers now."""
         found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
         return found[1] if found is not None else 0
 
     def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> FoundFile | None:
-        """The file that gives most leading tokens of a prompt, by the index alone.
+        """The file that covers most leading tokens of a prompt, found in the index alone.
 
-        Of a cache that can be cut back (``trimmable`` says that this model's can, the file that its own still could)
-        the longest common prefix counts; of another one all its tokens or none.
+        A cache that can be trimmed covers the longest common prefix. Any other cache covers all its tokens or none. A
+        cache can be trimmed if the model's caches can (``trimmable``) and the file says that its own still could.
         """
         found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
         return FoundFile(found[1], file.from_key(found[0].key), found[0]) if found is not None else None
 
     def load(self, found: FoundFile) -> list[Any] | None:
-        """That file's whole cache; None when the file is gone by now, or damaged."""
+        """The whole cache of a file; None when the file is gone or damaged."""
         entry = found.file
 
         def decode(header: Header, take: Callable[[int], bytearray]) -> list[Any]:
@@ -106,10 +106,10 @@ class DiskTier:
             return None
 
     def save(self, tokens: Sequence[int], scope: str, cache: list[Any]) -> None:
-        """Have the writer keep ``cache``, which holds exactly ``tokens`` and is evaluated.
+        """Queue ``cache`` for writing. It holds exactly ``tokens`` and is evaluated.
 
-        Writes nothing when a file covers it, when the writer is too far behind, or when mlx-lm has a kind of cache here
-        that we don't know.
+        Nothing is written when a file already covers it, when too much is pending, or when the cache has a type of
+        mlx-lm's that kinds.py does not know.
         """
         if self._refused or not tokens:
             return
@@ -141,9 +141,9 @@ class DiskTier:
 
 
 def model_identity(path: Path, *extra: str, adapter: Path | None = None) -> str:
-    """What tells one model's caches from another's: weights, adapter, tokenizer, mlx-lm's version, and ``extra``.
+    """A digest that identifies a model's caches: weights, adapter, tokenizer, mlx-lm's version, and ``extra``.
 
-    Weights count by name, size and time of change: nothing large is read. Raises OSError.
+    Of weights, only name, size and modification time count, so nothing large is read. Raises OSError.
     """
     parts = [version("mlx-lm"), _files(path), _files(adapter) if adapter is not None else None, extra]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""One prompt's KV cache as a file: its tokens, what the cache is made of, and the bytes of its arrays.
+"""One prompt's KV cache as a file: its tokens, the layout of the cache, and the bytes of its arrays.
 
     magic and sizes | header, JSON | tokens | SHA-256 of what came | arrays | SHA-256 of all that came
 
-The first digest lets a start trust headers and tokens without reading arrays. Knows no MLX: what the header's layout
-means is cache_state.py's business. Numbers are little-endian, tokens big-endian, so that they sort as bytes.
+The first digest covers the header and the tokens, so the server can index files without reading arrays. Numbers are
+little-endian. Tokens are big-endian, so that they sort as bytes. Knows no MLX: state.py defines the header's layout.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 TOKEN_BYTES = 4
-# The last digit is the format's version; a file of another one is as good as damaged. What wrote version 1 could file
-# a cache under another prompt's tokens.
+# The last digit is the format's version. Files of other versions count as damaged: version 1 could store a cache under
+# another prompt's tokens.
 _MAGIC = b"MLXKV\0\0\2"
 _SIZES = struct.Struct("<8sIIQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 4 * 2**20
-# A link in the place of a file of ours is somebody else's, who may write in the directory: it leads to files that are
-# none of ours to read or to write.
+# Cache files are never links. Whoever can write in the directory could place a link to files that this process must
+# not read or write.
 _OURS = os.O_NOFOLLOW | os.O_CLOEXEC
-# Written in pieces, so that a writer that shall stop does so soon.
+# Files are written in pieces of this size, so that the writer can stop soon.
 _PIECE_BYTES = 8 * 2**20
 
 
 class DamagedFileError(Exception):
-    """Not a cache file, or not a whole one; the text says what is wrong."""
+    """The file is not a cache file, or not a complete one. The text says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself; ``key`` is its tokens, ``n_bytes`` the bytes of its arrays."""
+    """A file's header. ``key``: its tokens; ``n_bytes``: the bytes of its arrays."""
 
     identity: str
     key: bytes
@@ -57,7 +57,7 @@ class Header:
 
 
 def to_key(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes that sort and share prefixes as the ids do. Raises OverflowError below 0 and above 32 bits."""
+    """Token ids as bytes with the same order and prefixes. Raises OverflowError below 0 and above 32 bits."""
     ids = array("I", tokens)
     if sys.byteorder == "little":
         ids.byteswap()
@@ -70,7 +70,7 @@ def from_key(key: bytes) -> NDArray[np.int64]:
 
 
 def head(header: Header) -> bytes:
-    """All of a file before its arrays. Raises ValueError when the header can't be written as JSON or is too long."""
+    """The part of a file before its arrays. Raises ValueError when the header is not JSON or is too long."""
     about = {"identity": header.identity, "trimmable": header.trimmable, "layout": header.layout}
     text = json.dumps(about, separators=(",", ":")).encode()
     if len(text) > _MAX_HEADER_BYTES:
@@ -80,12 +80,12 @@ def head(header: Header) -> bytes:
 
 
 def file_size(head: bytes, n_bytes: int) -> int:
-    """Bytes of the file that ``head`` and so many bytes of arrays make."""
+    """The size of a file with this ``head`` and ``n_bytes`` of arrays."""
     return len(head) + n_bytes + _DIGEST_BYTES
 
 
 def write(path: Path, head: bytes, arrays: Iterable[bytes], go_on: Callable[[], bool]) -> bool:
-    """Write the file whole or not at all. False when ``go_on`` said no before it was. Raises OSError."""
+    """Write the file completely or not at all. False when ``go_on`` returned False before the end. Raises OSError."""
     temporary = path.with_suffix(".tmp")
     try:
         with create(temporary) as file:
@@ -103,12 +103,12 @@ def write(path: Path, head: bytes, arrays: Iterable[bytes], go_on: Callable[[], 
 
 
 def create(path: Path) -> BinaryIO:
-    """A new file that nobody else may read: it holds what users wrote. Raises OSError."""
+    """Create a file that no other user may read, because it holds users' texts. Raises OSError."""
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OURS, 0o600), "wb")
 
 
 def _open(path: Path) -> BufferedReader:
-    """A file of ours. Raises OSError, and DamagedFileError for a link and for what is no regular file."""
+    """Open a cache file. Raises OSError, and DamagedFileError for a link or anything but a regular file."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _OURS)
     except OSError as error:
@@ -129,9 +129,9 @@ def read_header(path: Path) -> tuple[Header, int]:
 
 
 def read(path: Path, decode: Callable[[Header, Callable[[int], bytearray]], T]) -> T:
-    """What ``decode`` makes of the header and the arrays' bytes, which it takes piece by piece.
+    """The result of ``decode``, which gets the header and takes the arrays' bytes piece by piece.
 
-    Nothing is returned before the digest over all of it was right. Raises DamagedFileError and OSError.
+    The result is returned only if the digest of the whole file is right. Raises DamagedFileError and OSError.
     """
     with _open(path) as file:
         header, digest = _read_head(file)
@@ -170,7 +170,7 @@ def _read_head(file: BufferedReader) -> tuple[Header, hashlib._Hash]:
     magic, n_header, n_key, n_bytes = _SIZES.unpack(sizes)
     if magic != _MAGIC:
         raise DamagedFileError("it is not a prompt cache of this version")
-    # No length is believed, and no memory taken for it, before they add up to the file's own.
+    # Lengths in the file are not trusted, and no memory is allocated for them, until they add up to the file's size.
     size = len(sizes) + n_header + n_key + n_bytes + 2 * _DIGEST_BYTES
     if size != os.fstat(file.fileno()).st_size or n_header > _MAX_HEADER_BYTES or n_key % TOKEN_BYTES:
         raise DamagedFileError("its size is not what it says")
@@ -201,7 +201,7 @@ def _exactly(file: BufferedReader, n: int) -> bytearray:
 
 
 def _sync(directory: Path) -> None:
-    """Make a rename last through a power cut."""
+    """Sync the directory, so that a rename survives a power failure."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)

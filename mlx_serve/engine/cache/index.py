@@ -1,7 +1,7 @@
-"""Which prompts have a cache file, kept in memory: by tokens, and in the order of their last use.
+"""The index of cache files in memory: by tokens, and in the order of last use.
 
-Opens no file, takes no lock, knows no MLX. Tokens are keys of cache_file.to_key: bytes in token order, so the longest
-common prefix of a key with any other is the one with a neighbour in sorted order.
+Opens no file, takes no lock, knows no MLX. Tokens are keys made by ``file.to_key``: bytes in token order. So among
+sorted keys, the one with the longest common prefix is always a neighbour.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlx_serve.engine.cache.file import TOKEN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One file: whose tokens (``key``) it holds, for which model, and its bytes on disk."""
+    """One file: its tokens (``key``), its model, and its bytes on disk."""
 
     identity: str
     key: bytes
@@ -31,14 +31,14 @@ class Entry:
         return len(self.key) // TOKEN_BYTES
 
     def covers(self, other: Entry) -> bool:
-        """The other one would be of no use beside this one."""
+        """Whether this file makes the other one useless."""
         if self.identity != other.identity:
             return False
         return self.key == other.key or (self.trimmable and other.trimmable and self.key.startswith(other.key))
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """The length of the longest common prefix, in tokens. Bisected: comparing bytes is cheap, a loop is not."""
+    """The length of the longest common prefix, in tokens. Found by bisection: comparing bytes is faster than a loop."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -65,12 +65,12 @@ class SortedKeys:
         del self._keys[bisect_left(self._keys, key)]
 
     def neighbours(self, key: bytes) -> list[bytes]:
-        """The last key up to ``key`` and the first from there on."""
+        """The last key that is at most ``key``, and the first that is greater or equal."""
         before, after = bisect_right(self._keys, key), bisect_left(self._keys, key)
         return self._keys[max(before - 1, 0) : before] + self._keys[after : after + 1]
 
     def prefixes(self, key: bytes) -> Iterator[bytes]:
-        """The keys that ``key`` begins with, itself included, the longest first."""
+        """The keys that are prefixes of ``key``, itself included, the longest first."""
         at = bisect_right(self._keys, key)
         while at:
             found = self._keys[at - 1]
@@ -78,7 +78,7 @@ class SortedKeys:
                 yield found
                 at -= 1
             else:
-                # A prefix of ``key`` that sorts before ``found`` is no longer than what the two share.
+                # A prefix of ``key`` that sorts before ``found`` is at most as long as their common prefix.
                 shared = common_tokens(key, found) * TOKEN_BYTES
                 at = min(at - 1, bisect_right(self._keys, key[:shared]))
 
@@ -90,7 +90,7 @@ class SortedKeys:
 
 @dataclass(slots=True)
 class _Shelf:
-    """The files of one model. Those that can be cut short are kept apart: only they can lend a part of themselves."""
+    """The files of one model. Trimmable ones are in a list of their own: only they can be reused in part."""
 
     entries: dict[bytes, Entry] = field(default_factory=dict)
     every: SortedKeys = field(default_factory=SortedKeys)
@@ -109,7 +109,7 @@ class CacheIndex:
         return len(self._by_use)
 
     def add(self, entry: Entry) -> None:
-        """Add a file as the one used last, in place of any with the same tokens."""
+        """Add a file as the most recently used one. It replaces a file with the same tokens."""
         shelf = self._shelves[entry.identity]
         if (former := shelf.entries.get(entry.key)) is not None:
             self.remove(former)
@@ -122,7 +122,7 @@ class CacheIndex:
         self.total_bytes += entry.size
 
     def remove(self, entry: Entry) -> None:
-        """Forget a file; of no effect when it is forgotten already."""
+        """Remove a file from the index, if it is there."""
         if self._by_use.get(entry.path) is not entry:
             return
         del self._by_use[entry.path]
@@ -136,16 +136,16 @@ class CacheIndex:
             del self._shelves[entry.identity]
 
     def touch(self, entry: Entry) -> None:
-        """Make a file the one used last."""
+        """Make a file the most recently used one."""
         if entry.path in self._by_use:
             self._by_use.move_to_end(entry.path)
 
     def oldest(self) -> Entry | None:
-        """The file whose last use is the longest ago."""
+        """The least recently used file."""
         return next(iter(self._by_use.values()), None)
 
     def best(self, identity: str, key: bytes, *, trimmable: bool) -> tuple[Entry, int] | None:
-        """The file that gives most leading tokens of ``key``, the smaller one of two, and how many it gives."""
+        """The file that covers most leading tokens of ``key`` (of equals the smaller one), and how many it covers."""
         shelf = self._shelves.get(identity)
         if shelf is None:
             return None
@@ -157,7 +157,7 @@ class CacheIndex:
         return best if best is not None and best[1] else None
 
     def covering(self, entry: Entry) -> Entry | None:
-        """A file beside which ``entry`` would be of no use."""
+        """A file that makes ``entry`` useless."""
         shelf = self._shelves.get(entry.identity)
         if shelf is None:
             return None
@@ -167,7 +167,7 @@ class CacheIndex:
         return shelf.entries[longer] if longer is not None else None
 
     def covered(self, entry: Entry) -> list[Entry]:
-        """The files that are of no use beside ``entry``, without that itself."""
+        """The files that ``entry`` makes useless, without itself."""
         shelf = self._shelves.get(entry.identity)
         if shelf is None or not entry.trimmable:
             return []

@@ -1,6 +1,6 @@
-"""All that the project knows of mlx-lm's kinds of caches: how each grows, is cut back, is written and is made again.
+"""The knowledge about mlx-lm's cache types: how each one grows, is trimmed, is written and is restored.
 
-Worker thread only. A kind that mlx-lm adds is described here and nowhere else. Knows no file and no scheduler.
+Worker thread only. A type that mlx-lm adds is described here and nowhere else. Knows no file and no scheduler.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-# All that may be written to a file and made of what a file says.
+# The types that may be written to a file and restored from one.
 _KINDS = {
     kind.__name__: kind
     for kind in (KVCache, RotatingKVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache, ArraysCache)
 }
-# Those whose tokens stand in their order, from the first one on, if they can be trimmed.
+# The types that, while they can be trimmed, hold their tokens in order from the first one on.
 _GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 
 
 def leaves(cache: Iterable[Any]) -> Iterator[Any]:
-    """The single caches of a sequence: those of each layer, and those in lists."""
+    """The single caches of a sequence: one for each layer, and the members of lists."""
     for layer in cache:
         if isinstance(layer, CacheList):
             yield from leaves(layer.caches)
@@ -40,34 +40,34 @@ def leaves(cache: Iterable[Any]) -> Iterator[Any]:
 
 
 def holds(cache: Sequence[Any], n_tokens: int) -> bool:
-    """Whether the cache holds exactly so many tokens, by all of its layers that count them.
+    """Whether the cache holds exactly ``n_tokens`` tokens, by all of its layers that count them.
 
-    A layer that the model does not use counts none. A recurrent state does not count.
+    A layer that the model does not use counts no tokens. A recurrent state has no count.
     """
     counts = {layer.offset for layer in leaves(cache) if isinstance(getattr(layer, "offset", None), int)}
     return not counts or (counts - {0} or {0}) == {n_tokens}
 
 
 def can_trim(cache: Sequence[Any]) -> bool:
-    """Whether the cache can be cut back to any number of its tokens."""
+    """Whether the cache can be trimmed to any number of its tokens."""
     return all(map(_can_trim, leaves(cache)))
 
 
 def always_trims(cache: Sequence[Any]) -> bool:
-    """Whether an empty cache can be cut back however long it becomes: a window can't once it is full."""
+    """Whether an empty cache stays trimmable however long it becomes. A window does not, once it is full."""
     return all(isinstance(layer, KVCache) for layer in leaves(cache))
 
 
 def take_back(cache: list[Any], n_tokens: int) -> None:
-    """Take the last ``n_tokens`` off a cache that trims; mlx-lm keeps their room."""
+    """Remove the last ``n_tokens`` of a trimmable cache; mlx-lm keeps their space allocated."""
     trim_prompt_cache(cache, n_tokens)
 
 
 def cut_back(cache: list[Any], n_tokens: int) -> None:
-    """Take the last ``n_tokens`` off a copy of a cache (if any, it must trim), and what room there is behind the rest.
+    """Remove the last ``n_tokens`` of a copied cache, and the spare capacity. If n_tokens > 0, it must be trimmable.
 
-    mlx-lm keeps that room, and the first write to what is shared would copy all of it. ConcatenateKVCache even keeps
-    what was in it, and adds the next tokens behind that.
+    mlx-lm keeps spare capacity, and the first write to a shared array would copy all of it. ConcatenateKVCache even
+    keeps the old tokens there, and appends the next ones after them.
     """
     take_back(cache, n_tokens)
     for layer in leaves(cache):
@@ -76,32 +76,32 @@ def cut_back(cache: list[Any], n_tokens: int) -> None:
 
 
 def kind_of(layer: Any) -> str | None:
-    """The name by which ``made`` knows the kind of a layer's cache; None: it does not know it."""
+    """The name by which ``made`` knows the type of a layer's cache; None: the type is unknown."""
     kind = type(layer)
     return kind.__name__ if kind is CacheList or _KINDS.get(kind.__name__) is kind else None
 
 
 def parts_of(layer: Any) -> list[Any] | None:
-    """The caches that a layer's cache is a list of; None: it is a single one."""
+    """The members of a layer's cache that is a list of caches; None: it is a single cache."""
     return list(layer.caches) if type(layer) is CacheList else None
 
 
 def joined(parts: Sequence[Any]) -> Any:
-    """The cache whose ``parts_of`` these are."""
+    """A list cache with these members, the reverse of ``parts_of``."""
     return CacheList(*parts)
 
 
 def made(kind_name: str, state: Any) -> Any:
-    """A single cache of a kind with what ``bare_state`` gave of another one. Raises KeyError for an unknown kind."""
+    """A single cache of a type, from the ``bare_state`` of another one. Raises KeyError for an unknown type."""
     kind = _KINDS[kind_name]
     if kind is ConcatenateKVCache and state[0] is None:
-        # Its own state setter can't take what its state is before the first token.
+        # The type's state setter does not accept the state of an empty cache.
         return kind()
     return kind.from_state(state)
 
 
 def bare_state(layer: Any) -> Any:
-    """The state of a layer's cache, with keys and values cut to what is in them."""
+    """The state of a layer's cache, with keys and values cut to the tokens in use."""
     if isinstance(layer, ArraysCache) or layer.empty():
         return layer.state
     if isinstance(layer, ConcatenateKVCache):
@@ -110,12 +110,12 @@ def bare_state(layer: Any) -> Any:
 
 
 def is_quantized(layer: Any) -> bool:
-    """Whether a layer's cache is kept in few bits."""
+    """Whether a layer's cache is quantized."""
     return isinstance(layer, QuantizedKVCache)
 
 
 def can_batch(layer: Any) -> bool:
-    """Whether mlx-lm can put a layer's caches of several sequences together."""
+    """Whether mlx-lm can merge a layer's caches of several sequences."""
     return hasattr(layer, "merge")
 
 
@@ -131,18 +131,18 @@ def is_fixed(layer: Any) -> bool:
 
 
 def window(layer: Any) -> int | None:
-    """The most tokens that a layer's cache keeps; None: all."""
+    """The most tokens that a layer's cache keeps; None: all tokens."""
     size = getattr(layer, "max_size", None) or getattr(layer, "chunk_size", None)
     return size if isinstance(size, int) else None
 
 
 def kind_names(layers: Iterable[Any]) -> str:
-    """The kinds of some layers' caches, for a message."""
+    """The types of these layers' caches, for a message."""
     return ", ".join(sorted({type(layer).__name__ for layer in layers}))
 
 
 def _can_trim(layer: Any) -> bool:
     if isinstance(layer, ChunkedKVCache):
-        # It says that it can be trimmed, but what lies before its start is gone.
+        # This cache reports itself as trimmable, but the tokens before its start are gone.
         return bool(layer.start_position == 0)
     return bool(layer.is_trimmable())

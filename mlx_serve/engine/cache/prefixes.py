@@ -1,7 +1,7 @@
-"""KV caches of sequences, found again by the longest common prefix. Lives on the worker thread; one per loaded model.
+"""KV caches of earlier sequences, found by the longest common prefix. Worker thread; one instance per loaded model.
 
-Not mlx-lm's LRUPromptCache: that one gives up what was stored first, however much it is used, and its search takes a
-second for a prompt of 30,000 tokens, while every stream waits (docs/decisions.md).
+mlx-lm's LRUPromptCache does not serve here: it evicts in the order of storing, whatever is used, and its search takes
+a second for a prompt of 30,000 tokens, while every stream waits (docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 Ids: TypeAlias = NDArray[np.int64]
 
-# Fewer tokens are as quickly prefilled as copied.
+# Prefilling fewer tokens than this takes no longer than copying them.
 MIN_TOKENS = 16
-# What a file must give more than memory does, to be read.
+# A file is read only if it covers so many more tokens than memory does.
 _MIN_FROM_DISK = 128
 
 
@@ -50,11 +50,11 @@ def common(a: Ids, b: Ids) -> int:
 
 
 class PrefixCache:
-    """At most ``max_sequences`` caches and ``max_bytes`` bytes, the least recently used given up first.
+    """At most ``max_sequences`` caches and ``max_bytes`` bytes. The least recently used cache is evicted first.
 
-    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is taken in and
-    lent only when its length is that of its tokens: one of another length would give wrong tokens, silently. A prompt
-    of one scope never meets the caches of another: how much of it is cached would tell what others have sent.
+    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is stored and
+    reused only if its length equals its number of tokens: any other length would silently give wrong tokens. A prompt
+    never uses the caches of another scope, because the number of cached tokens would reveal what others have sent.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class PrefixCache:
         self._entries: list[_KeptPrefix] = []
         self.n_bytes = 0
         self.n_evicted = 0
-        # Changes whenever ``covers`` may.
+        # This number changes whenever the result of ``covers`` may change.
         self.version = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def shared(self, ids: Ids, scope: str = "") -> int:
-        """The longest prefix that any kept sequence has in common with a prompt, whether it can be reused or not."""
+        """The longest common prefix of a prompt with any kept sequence, whether or not it can be reused."""
         return max((common(entry.ids, ids) for entry in self._of(scope)), default=0)
 
     def covers(self, ids: Ids, scope: str = "") -> int:
-        """How many leading tokens of a prompt ``fetch`` would give: always fewer than all, for mlx-lm needs one."""
+        """How many leading tokens ``fetch`` would cover. Never the whole prompt: mlx-lm needs one token."""
         n = self._best(ids, scope)[1]
         if self._tier is None:
             return n
@@ -95,7 +95,7 @@ class PrefixCache:
         if entry is None:
             return None, 0
         self._touch(entry)
-        # The arrays are shared until one side writes.
+        # The copy shares its arrays with the original until one of them writes.
         cache = copy.deepcopy(entry.cache)
         cut_back(cache, len(entry.ids) - n)
         if not is_whole(cache, n):
@@ -107,18 +107,18 @@ class PrefixCache:
         """Keep ``cache``, which holds exactly these tokens."""
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
-        # Unevaluated, it would be a view that keeps the whole batch's memory alive.
+        # Without evaluation the cache would be a view that keeps the memory of the whole batch.
         mx.eval([layer.state for layer in cache])
         if is_whole(cache, len(ids)) and self._add(ids, scope, cache) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 
     def shrink(self, max_bytes: int) -> None:
-        """Give up the least recently used ones until no more than ``max_bytes`` are held."""
+        """Evict the least recently used caches until the rest takes at most ``max_bytes``."""
         while self._entries and self.n_bytes > max_bytes:
             self._evict()
 
     def keep(self, n_sequences: int) -> None:
-        """Give up the least recently used ones until no more than ``n_sequences`` are held."""
+        """Evict the least recently used caches until at most ``n_sequences`` are left."""
         while len(self._entries) > n_sequences:
             self._evict()
 
@@ -135,14 +135,14 @@ class PrefixCache:
         return [entry for entry in self._entries if entry.scope == scope]
 
     def _add(self, ids: Ids, scope: str, cache: list[Any]) -> bool:
-        """False when another entry already gives all of it."""
+        """Add a cache. False when another entry already covers it."""
         trims = can_trim(cache)
         for entry in self._of(scope):
             n = common(entry.ids, ids)
             if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
                 self._touch(entry)
                 return False
-            # A cache that trims makes its own prefixes superfluous.
+            # A trimmable cache replaces the caches of its own prefixes.
             if trims and n == len(entry.ids):
                 self._drop(entry)
         entry = _KeptPrefix(ids, scope, cache, sum(layer.nbytes for layer in cache))
@@ -168,14 +168,14 @@ class PrefixCache:
         self.version += 1
 
     def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> FoundFile | None:
-        """The best file, when it gives so much more than memory that it is worth reading."""
+        """The best file, if it covers enough more tokens than memory to be worth reading."""
         if self._tier is None:
             return None
         found = self._tier.find(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return found if found is not None and _is_worth_reading(found.n_tokens, n_in_memory) else None
 
     def _read(self, ids: Ids, scope: str, found: FoundFile) -> None:
-        """Take what a file gives into memory."""
+        """Load the cache of a file into memory."""
         assert self._tier is not None
         n, n_held = found.n_tokens, len(found.held)
         cache = self._tier.load(found)
@@ -191,7 +191,7 @@ def _is_worth_reading(n_on_disk: int, n_in_memory: int) -> bool:
 
 
 def is_whole(cache: list[Any], n_tokens: int) -> bool:
-    """Whether a cache holds its tokens. A no is a fault of ours: it costs a prefill, and is logged."""
+    """Whether a cache holds all its tokens. False is a bug of this server: it is logged, and costs a prefill."""
     if holds(cache, n_tokens):
         return True
     log.error("a KV cache is not reused: it does not hold the %d tokens that it should", n_tokens)

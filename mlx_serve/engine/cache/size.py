@@ -1,4 +1,4 @@
-"""How large a model's KV cache is for so many tokens: measured once, at two lengths, without computing them."""
+"""The size of a model's KV cache for a number of tokens. Measured once, at two lengths, without computing anything."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.cache.kinds import element_bytes, leaves, window
 
-# mlx-lm's caches grow by so many tokens at a time.
+# mlx-lm's caches grow in steps of so many tokens.
 _STEP = 256
-# A window's cache also holds the chunk that is being prefilled.
+# The cache of a sliding window also holds the chunk that is being prefilled.
 _MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """``fixed`` bytes, and for each kind of layer the bytes per token and the most tokens that it holds (a window)."""
+    """``fixed`` bytes, and for each kind of layer its bytes per token and the most tokens that it holds (a window)."""
 
     fixed: int
     layers: tuple[tuple[float, int | None], ...]
-    # Of one number in it.
+    # The bytes of one number in the cache.
     element_bytes: int = 2
 
     def bytes(self, n_tokens: int) -> int:
-        """Of one sequence."""
+        """The bytes for one sequence of ``n_tokens``."""
         n = -(-n_tokens // _STEP) * _STEP
         return self.fixed + int(
             sum(each * (n if most is None else min(n, most + _MAX_CHUNK)) for each, most in self.layers)
@@ -38,9 +38,9 @@ NO_KV = KvSize(0, ())
 
 
 def measure(models: Sequence[Any]) -> KvSize:
-    """Describe passes of two lengths through the models, and see by how much each layer's cache grows.
+    """Describe passes of two lengths through the models, and compare the sizes of each layer's cache.
 
-    Whatever its arrays are called: what grows with the tokens is counted for each of them, the rest once.
+    The names of the arrays do not matter. Bytes that grow with the tokens count for each token, all others once.
     """
     shorter, longer = ([layer for model in models for layer in _filled(model, n)] for n in (_STEP, 2 * _STEP))
     fixed, layers, n_bytes = 0.0, [], 2
@@ -54,13 +54,13 @@ def measure(models: Sequence[Any]) -> KvSize:
 
 
 def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
-    """Caches of a sequence of so many tokens, in the shapes that they would have: MLX computes nothing of it."""
+    """The caches of a sequence of ``n_tokens``, with their shapes. MLX computes none of their values."""
     cache = make_prompt_cache(model)
     model(mx.zeros((1, n_tokens), dtype=mx.int32), cache=cache)
     return leaves(cache)
 
 
 def quantized(size: KvSize, bits: int, group_size: int) -> KvSize:
-    """The same in ``bits`` bits a number, with a scale and a bias for every ``group_size`` of them."""
+    """The size with ``bits`` bits a number, and a scale and a bias for every ``group_size`` numbers."""
     share = (bits / 8 + 2 * size.element_bytes / group_size) / size.element_bytes
     return KvSize(size.fixed, tuple((each * share, most) for each, most in size.layers), size.element_bytes)

@@ -1,7 +1,6 @@
-"""mlx-lm's cache objects taken apart into plain data and bytes, and put together again.
+"""Converts mlx-lm's cache objects to plain data and bytes, and back.
 
-Worker thread only. Takes the kinds of kinds.py and no other: a file can't name a class of its own choice. Knows no
-file.
+Worker thread only. Handles only the types of kinds.py, so a file cannot name an arbitrary class. Knows no file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from mlx_serve.engine.cache.file import DamagedFileError
 from mlx_serve.engine.cache.kinds import bare_state, joined, kind_of, made, parts_of
 
-# numpy has no bfloat16: its bits travel as integers.
+# numpy has no bfloat16, so its bits are stored as integers.
 _DTYPES = {
     "bool": (mx.bool_, np.bool_),
     "uint8": (mx.uint8, np.uint8),
@@ -36,11 +35,11 @@ _NAMES = {dtype: name for name, (dtype, _) in _DTYPES.items()}
 
 
 class UnknownStateError(Exception):
-    """A cache that can't be put into a file; the text says which kind of thing is in the way."""
+    """A cache that cannot be written to a file. The text names the type that is unknown."""
 
 
 def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
-    """The layout of a cache, as JSON has it, and its arrays, without the room that mlx-lm keeps for coming tokens.
+    """The layout of a cache as JSON values, and its arrays without mlx-lm's spare capacity.
 
     Raises UnknownStateError.
     """
@@ -49,15 +48,15 @@ def take_apart(cache: Sequence[Any]) -> tuple[list[Any], list[mx.array]]:
 
 
 def to_bytes(arrays: Sequence[mx.array]) -> list[bytes]:
-    """Copies that any thread may hold and drop."""
+    """Copies of the arrays that any thread may hold and drop."""
     plain = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
     mx.eval(plain)
-    # numpy copies a cut-out of a larger array three times as fast as a memoryview does.
+    # numpy copies a slice of a larger array three times as fast as a memoryview does.
     return [np.asarray(array).tobytes() for array in plain]
 
 
 def put_together(layout: list[Any], take: Callable[[int], bytearray]) -> list[Any]:
-    """The cache of a layout; ``take`` gives the next so many bytes of its arrays. Raises DamagedFileError."""
+    """The cache with a layout. ``take`` returns the next bytes of its arrays. Raises DamagedFileError."""
     try:
         return [_layer(node, take) for node in layout]
     except (LookupError, TypeError, ValueError) as error:
@@ -80,7 +79,7 @@ def _node(value: Any, arrays: list[mx.array]) -> dict[str, Any]:
             raise UnknownStateError(f"an array of {value.dtype}")
         arrays.append(value)
         return {"dtype": _NAMES[value.dtype], "shape": list(value.shape)}
-    # mlx-lm puts items into its lists, and tells tuples from lists.
+    # mlx-lm assigns to items of its lists and distinguishes tuples from lists, so both types are stored.
     if type(value) in (list, tuple):
         return {type(value).__name__: [_node(item, arrays) for item in value]}
     if value is None or isinstance(value, bool | int | float | str):

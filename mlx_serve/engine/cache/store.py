@@ -1,10 +1,10 @@
-"""The directory of cache files: which there are, who may write there, how many bytes they take.
+"""The directory of cache files: its index, its lock, and its limit of bytes.
 
     worker thread:  find, read, covers, admit, put
     writer thread:  make room -> write whole or not at all -> index -> remove what the new file makes useless
 
-The writer sees bytes alone; nothing here knows MLX. Whatever goes wrong with a file costs that file, never a request.
-What a file looks like is cache_file.py's business.
+The writer handles bytes only; this module knows no MLX. An error with a file loses that file and never fails a request.
+file.py defines the format of a file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Count: TypeAlias = Literal["loaded", "written", "evicted", "damaged", "failed", 
 
 _LOCK_NAME = "lock"
 _OUR_NAMES = re.compile(r"[0-9a-f]{64}\.(kv|tmp)", re.ASCII)
-# Copies that wait for the disk may take so much of the machine's memory.
+# Copies that wait for the disk may take this part of the machine's memory.
 _PENDING_SHARE = 8
 
 
@@ -48,17 +48,17 @@ class _Pending:
 
 
 class CacheStore:
-    """All cache files of one server, at most ``max_bytes`` of them, those not used for longest given up first.
+    """All cache files of one server, at most ``max_bytes``. The least recently used file is removed first.
 
-    At most ``max_pending_bytes`` (an eighth of the machine's memory when not given) wait for the disk. Raises
-    StartError when the directory can't be used, or another server uses it.
+    At most ``max_pending_bytes`` (by default an eighth of the machine's memory) wait for the disk. Raises StartError
+    when the directory can't be used, or another server uses it.
     """
 
     def __init__(self, directory: Path, max_bytes: int, *, max_pending_bytes: int | None = None) -> None:
         self._directory = directory
         self._max_bytes = max_bytes
         self._max_pending_bytes = _memory_bytes() // _PENDING_SHARE if max_pending_bytes is None else max_pending_bytes
-        # Guards all below; nobody reads or writes a file while holding it.
+        # Guards the attributes below. No thread reads or writes a file while holding it.
         self._changed = Condition()
         self._index = CacheIndex()
         self._counts: dict[Count, int] = dict.fromkeys(get_args(Count), 0)
@@ -74,7 +74,7 @@ class CacheStore:
         except OSError as error:
             os.close(self._lock)
             raise _unusable(directory, error) from error
-        # A daemon: a disk that hangs must not keep the process from ending.
+        # A daemon thread, because a disk that hangs must not keep the process from ending.
         self._writer = Thread(target=self._write_all, name="cache-writer", daemon=True)
         self._writer.start()
 
@@ -85,14 +85,14 @@ class CacheStore:
             return now | {str(name): n for name, n in self._counts.items()}
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was saved is written or given up. False when it took longer."""
+        """Wait until every saved cache is written or dropped. False when it took longer."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and self._writing is None, timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Take nothing more, wait for what is being written, and let the directory go. May be called twice.
+        """Accept nothing more, wait for pending writes, and unlock the directory. May be called twice.
 
-        After ``timeout_s`` the writer is told to stop, and gets as long again to do so.
+        After ``timeout_s`` the writer is told to stop, and gets the same time again to do so.
         """
         with self._changed:
             self._closing = True
@@ -102,20 +102,20 @@ class CacheStore:
             log.warning("prompt cache: %d bytes were not written in %g s", self.counts()["pending_bytes"], timeout_s)
             self._abandoned = True
             self._writer.join(timeout_s)
-        # While the writer still hangs, the directory stays ours: the lock ends with the process.
+        # While the writer hangs, the directory stays locked. The lock ends with the process.
         if self._lock >= 0 and not self._writer.is_alive():
             os.close(self._lock)
             self._lock = -1
 
-    # What tiers call, on the worker thread.
+    # Methods for tiers, on the worker thread.
 
     def find(self, identity: str, key: bytes, *, trimmable: bool) -> tuple[Entry, int] | None:
-        """The best file for a prompt, and how many of its leading tokens that gives."""
+        """The best file for a prompt, and how many of its leading tokens it covers."""
         with self._changed:
             return self._index.best(identity, key, trimmable=trimmable)
 
     def read(self, entry: Entry, decode: Callable[[Header, Callable[[int], bytearray]], T]) -> T | None:
-        """What ``decode`` makes of a file, as in cache_file.read; None when the file is gone or damaged."""
+        """The result of ``decode`` on a file (see ``file.read``); None when the file is gone or damaged."""
         try:
             value = cache_file.read(entry.path, decode)
         except FileNotFoundError:
@@ -130,7 +130,7 @@ class CacheStore:
                 self._forget(entry)
                 self._drop_damaged(entry.path, error)
             else:
-                # Not the file's fault, as far as we know: the process may be out of descriptors.
+                # The file may be intact: the process may be out of descriptors, for example.
                 self._count_failure("read", error)
             return None
         self._touch(entry)
@@ -143,7 +143,7 @@ class CacheStore:
         return Entry(identity, key, trimmable, self._directory / _name(identity, key), size)
 
     def covers(self, entry: Entry) -> bool:
-        """Whether a file, or one that is about to be, makes ``entry`` useless. A file is then as good as used."""
+        """Whether a file, written or pending, makes ``entry`` useless. This counts as a use of that file."""
         with self._changed:
             waiting = [*self._queue, *([self._writing] if self._writing else [])]
             if any(pending.entry.covers(entry) for pending in waiting):
@@ -152,7 +152,7 @@ class CacheStore:
         return found is not None and self._touch(found)
 
     def admit(self, entry: Entry) -> bool:
-        """Whether ``entry`` may be queued; a no is counted. With a yes, what it makes useless leaves the queue."""
+        """Whether ``entry`` may be queued; a refusal is counted. Pending files that it makes useless are dropped."""
         with self._changed:
             useless = [pending for pending in self._queue if entry.covers(pending.entry)]
             rest_bytes = self._pending_bytes - sum(pending.entry.size for pending in useless)
@@ -168,16 +168,16 @@ class CacheStore:
             return True
 
     def put(self, entry: Entry, head: bytes, arrays: list[bytes]) -> None:
-        """Have a file written."""
+        """Queue a file for writing."""
         with self._changed:
             self._queue.append(_Pending(entry, head, arrays))
             self._pending_bytes += entry.size
             self._changed.notify_all()
 
-    # The start.
+    # Start-up.
 
     def _scan(self) -> None:
-        """Index what is there by its headers. With the lock ours, a temporary file is what a crash has left."""
+        """Index the files by their headers. The lock is held, so any temporary file is left over from a crash."""
         found: list[tuple[int, Entry]] = []
         for file in os.scandir(self._directory):
             match = _OUR_NAMES.fullmatch(file.name)
@@ -246,10 +246,10 @@ class CacheStore:
             self._pending_bytes -= pending.entry.size
             self._changed.notify_all()
 
-    # Files that go.
+    # Removing files.
 
     def _make_room(self, size: int, useless: Sequence[Entry] = ()) -> None:
-        """Remove files until so many bytes more fit: first those that are useless soon, then the least used."""
+        """Remove files until ``size`` more bytes fit: first ``useless`` ones, then the least recently used."""
         for former in useless:
             if self._fits(size):
                 return
@@ -268,7 +268,7 @@ class CacheStore:
             return self._index.total_bytes + size <= self._max_bytes
 
     def _remove(self, entry: Entry) -> None:
-        # In this order: a file that can't be removed still counts.
+        # The file is removed before its entry: a file that can't be removed still counts.
         entry.path.unlink(missing_ok=True)
         self._forget(entry)
 
@@ -286,7 +286,7 @@ class CacheStore:
             self._count_failure("remove", unlink_error)
 
     def _touch(self, entry: Entry) -> bool:
-        """Note a use, here and, for the next start, in the file's time. False when the file is gone."""
+        """Note a use in the index, and in the file's time for the next start. False when the file is gone."""
         try:
             os.utime(entry.path, follow_symlinks=False)
         except FileNotFoundError:
@@ -299,7 +299,7 @@ class CacheStore:
         return True
 
     def _count_failure(self, doing: str, error: OSError) -> None:
-        """A disk that is full or broken is said once, until it works again."""
+        """Log a full or broken disk once, until it works again."""
         with self._changed:
             self._counts["failed"] += 1
             said, self._failing = self._failing, True
@@ -314,7 +314,7 @@ def _name(identity: str, key: bytes) -> str:
 
 
 def _claim(directory: Path) -> int:
-    """Make the directory, and a lock on it that ends with the process. Raises StartError."""
+    """Create and lock the directory. The lock ends with the process. Raises StartError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
