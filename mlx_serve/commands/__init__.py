@@ -1,1 +1,1 @@
-"""The sub-commands: one module each, with ``main(argv) -> exit status``. None of them imports MLX into its process."""
+"""The sub-commands: each has a module with ``main(argv) -> exit status``. None imports MLX into its own process."""

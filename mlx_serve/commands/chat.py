@@ -1,6 +1,6 @@
-"""``mlx-serve chat``: a conversation in the terminal with a running server.
+"""``mlx-serve chat``: chats with a running server in the terminal.
 
-The answer goes to stdout; reasoning, figures and errors to stderr. So a pipe or a file gets only the answer.
+Answers go to stdout; reasoning, statistics and errors go to stderr. A pipe or a file thus receives only the answer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives the exit status: 1 when a question that was not typed got no answer."""
+    """Runs the command and returns the exit status: 1 if a question from arguments or stdin got no answer."""
     given = parser().parse_args(argv)
     try:
         where = given_place(given)
@@ -44,19 +44,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's options."""
+    """The command's flags."""
     top = argparse.ArgumentParser(
         prog="mlx-serve chat",
-        description="Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends. "
-        "With a question as arguments or on stdin it is answered, and that is all.",
+        description="Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends the chat. "
+        "If the question is given as arguments or on stdin, print one answer and exit.",
     )
-    top.add_argument("question", nargs="*", help="ask this; what is on stdin is put behind it")
+    top.add_argument("question", nargs="*", help="question to ask; text from stdin is appended to it")
     add_options(top)
     top.add_argument("--model", help="model to ask (default: the first that the server lists)")
     top.add_argument("--system", help="system message")
     top.add_argument("--temp", type=float, metavar="TEMP", help="temperature (default: the server's)")
     top.add_argument(
-        "--max-tokens", type=int, metavar="TOKENS", help="most tokens of an answer (default: the server's)"
+        "--max-tokens", type=int, metavar="TOKENS", help="maximum tokens per answer (default: the server's)"
     )
     return top
 
@@ -75,7 +75,7 @@ def _once(chat: Chat, question: str) -> int:
     piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
     question = "\n\n".join(part for part in (question, piped) if part)
     if not question:
-        print("mlx-serve chat: nothing was asked", file=sys.stderr)
+        print("mlx-serve chat: no question was given", file=sys.stderr)
         return 1
     try:
         return 0 if chat.ask(question) else 1
@@ -84,9 +84,9 @@ def _once(chat: Chat, question: str) -> int:
 
 
 def _converse(chat: Chat) -> int:
-    with suppress(ImportError):  # line editing, where Python has it
+    with suppress(ImportError):  # line editing, if this Python has it
         import readline  # noqa: F401
-    print(f"{printable(chat.model)} at {chat.where}. Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+    print(f"{printable(chat.model)} at {chat.where}. Ctrl-C stops an answer, Ctrl-D ends the chat.", file=sys.stderr)
     while True:
         try:
             question = input("> ").strip()
@@ -97,13 +97,13 @@ def _converse(chat: Chat) -> int:
             print(file=sys.stderr)
             continue
         if question:
-            with suppress(KeyboardInterrupt):  # between the answer's end and the next prompt
+            with suppress(KeyboardInterrupt):  # Ctrl-C between the end of the answer and the next prompt
                 chat.ask(question, stoppable=True)
 
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer as it comes. Times in seconds, of the monotonic clock."""
+    """An answer that is being received. Times are seconds of the monotonic clock."""
 
     began: float
     first: float | None = None
@@ -113,7 +113,7 @@ class _Answer:
 
 
 class Chat:
-    """A conversation: its messages, and where the answers go."""
+    """A conversation: its messages, and the streams that answers and notes are written to."""
 
     def __init__(self, where: Place, model: str, fields: dict[str, Any], out: TextIO, notes: TextIO) -> None:
         self.where = where
@@ -124,9 +124,9 @@ class Chat:
         self._notes = notes
 
     def ask(self, question: str, *, stoppable: bool = False) -> bool:
-        """Ask, print, remember; whether there was an answer. A turn that failed is forgotten.
+        """Asks, prints and stores the answer. Returns whether there was one; a failed turn is removed.
 
-        ``stoppable``: KeyboardInterrupt ends the answer alone, and what came of it is remembered.
+        ``stoppable``: KeyboardInterrupt ends only the answer, and the text so far is stored.
         """
         self.messages.append({"role": "user", "content": question})
         answer = _Answer(time.monotonic())
@@ -190,7 +190,7 @@ class Chat:
 
 
 def _figures(answer: _Answer, now: float) -> str:
-    """Tokens, rate and time of an answer. The rate leaves out the first token, whose time is the prompt's prefill."""
+    """An answer's tokens, rate and time. The rate excludes the first token: its time includes the prompt's prefill."""
     if answer.first is None or not answer.n_tokens:
         return "(no text)\n" if not answer.text else ""
     first_s, rest_s = answer.first - answer.began, now - answer.first

@@ -1,6 +1,6 @@
-"""What could be served on this machine, and what could not and why: by the server's own rules for names and places.
+"""Lists the models on this machine by the server's own rules for names and places.
 
-Unlike the server's catalog it also lists models that can't be served, with the reason for the operator.
+Unlike the server's catalog, the list includes models that cannot be served, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlx_serve.settings.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A model, the name that a request gives it, and where it came from."""
+    """A model, its name in requests, and the flag or directory that it comes from."""
 
     name: str
     source: str
@@ -26,14 +26,14 @@ class Found:
 
 
 def models(settings: Config) -> list[Found]:
-    """What the flags name, then the model directories, or else the cache; each directory once."""
+    """The models of the flags, the model directories, and the hub cache if it is used. Each directory appears once."""
     by_path: dict[Path, Found] = {}
     by_name: dict[str, Path] = {}
     for source, place in _places(settings):
         if place.path.resolve() in by_path:
             continue
         first = by_name.setdefault(place.name, place.path)
-        hidden = "" if first == place.path else f"the name {place.name!r} leads to {first}"
+        hidden = "" if first == place.path else f"the name {place.name!r} already belongs to {first}"
         by_path[place.path.resolve()] = Found(place.name, source, _with_fault(place, place.fault or hidden))
     return list(by_path.values())
 
@@ -54,4 +54,7 @@ def _with_fault(place: ModelPlace, text: str) -> ModelFiles:
     files = look_into(place.path)
     if not text:
         return files
-    return replace(files, faults=(*files.faults, Fault(text, "rename the directory, or name it: --model NAME=PATH")))
+    return replace(
+        files,
+        faults=(*files.faults, Fault(text, "rename the directory, or give the model another name: --model NAME=PATH")),
+    )

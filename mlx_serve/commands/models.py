@@ -1,6 +1,6 @@
-"""``mlx-serve models``: lists the models that could be served from here, or those of a running server.
+"""``mlx-serve models``: lists the models that this machine could serve, or those of a running server.
 
-Takes the server's own flags and lists the models that a server with these flags would find.
+Accepts the server's flags, and lists the models that a server with these flags would find.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _RIGHT = frozenset({3, 4})
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives the exit status: 1 when the flags are wrong, or the server did not answer."""
+    """Runs the command and returns the exit status: 1 if the flags are wrong or the server did not answer."""
     top = parser()
     given, flags = top.parse_known_args(argv)
     if given.url is not None:
         if flags:
-            top.error(f"of no use with --url: {' '.join(flags)}")
+            top.error(f"cannot be combined with --url: {' '.join(flags)}")
         return _of_server(given)
     try:
         settings = config.from_args(flags)
@@ -48,12 +48,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options; all others are the server's."""
+    """The command's own flags; all others are the server's."""
     top = argparse.ArgumentParser(
         prog="mlx-serve models",
         usage="mlx-serve models [--url URL] [--api-key KEY] [--json] [FLAGS OF THE SERVER]",
-        description="List the models that could be served, or those of a running server.",
-        epilog="Flags of the server that matter here: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
+        description="List the models that this machine could serve, or those of a running server.",
+        epilog="Server flags that affect the list: --model-dir (or $MLX_MODEL_PATH), --model, --served-model-name.",
         allow_abbrev=False,
     )
     add_options(top, has_default=False)
@@ -66,7 +66,7 @@ def _print(models: Sequence[Found]) -> None:
     if good:
         print(table(_HEAD, [_row(model) for model in good], _RIGHT))
     else:
-        print("No model found. mlx-serve --demo serves one; --model-dir says where yours are.")
+        print("No model found. Name the folder of your models with --model-dir, or try mlx-serve --demo.")
     for model in models:
         if not model.files.servable:
             faults = "; ".join(fault.text for fault in model.files.faults if fault.fatal)

@@ -1,21 +1,21 @@
-"""Numbers, tables and others' text as people read them on a terminal. Knows nothing of models or servers."""
+"""Formats numbers, tables and untrusted text for a terminal. Knows nothing of models or servers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-# What others wrote must not move the cursor, set the title or answer for the terminal.
+# Text from others must not move the cursor, set the window title, or make the terminal send input.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """Without the control characters that a terminal obeys; line ends and tabs stay."""
+    """``text`` without control characters that a terminal acts on. Line ends and tabs stay."""
     return _CONTROL.sub("", text)
 
 
 def bytes_text(n_bytes: int) -> str:
-    """Three digits and a unit of powers of ten, as disks and mlx-lm count: 540 MB, 63.4 GB."""
+    """A size with at most three digits, in powers of ten like disks and mlx-lm: 540 MB, 63.4 GB."""
     amount, unit = float(n_bytes), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if amount < 999.5:
@@ -26,7 +26,7 @@ def bytes_text(n_bytes: int) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> str:
-    """Columns two blanks apart; those whose index is in ``right`` end in line."""
+    """A table with two blanks between columns. Columns whose index is in ``right`` are right-aligned."""
     lines = [list(head), *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     return "\n".join(_line(line, widths, right) for line in lines)

@@ -59,7 +59,7 @@ def test_an_end_token_ends_an_answer_unless_it_is_ignored(tmp_path):
 
 def test_a_child_that_fails_is_told(tmp_path, capfd):
     (tmp_path / "config.json").write_text("{}")
-    with ceiling(str(tmp_path)) as offline, pytest.raises(CeilingError, match="what it said is above"):
+    with ceiling(str(tmp_path)) as offline, pytest.raises(CeilingError, match="its error message is above"):
         offline.run(["abc"], 1, 4)
     assert "Error" in capfd.readouterr().err
 
@@ -78,7 +78,7 @@ def test_served_and_offline_do_the_same_work(model, tmp_path):
         )
     assert done.returncode == 0, done.stderr
     assert "served / offline" in done.stdout
-    assert "unlike" not in done.stdout
+    assert "different prompts" not in done.stdout
     for one in json.loads(figures.read_text())["rounds"]:
         assert one["offline"]["prompt_tokens"] == one["prompt_tokens"]
         assert one["offline"]["output_tokens"] == one["output_tokens"]

@@ -60,7 +60,7 @@ def test_it_is_a_command(model):
         line, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env={**os.environ, "MLX_MODEL_PATH": ""}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("Nothing would stop the server.\n")
+    assert done.stdout.endswith("No problem would stop the server.\n")
 
 
 def test_a_model_type_that_mlx_lm_does_not_have(run, tmp_path):
@@ -165,7 +165,7 @@ def test_what_lies_in_the_model_directories(run, no_probe, tmp_path):
     assert status == 0
     told = texts(findings, "models")
     assert any("part cannot be served: model.safetensors is cut short" in text for text in told)
-    assert any(text.startswith("1 can be served") for text in told)
+    assert any(text.startswith("servable models: 1,") for text in told)
 
 
 def test_an_mlx_that_does_not_start(run, monkeypatch):

@@ -47,11 +47,14 @@ def test_a_round_as_text():
         (measured(ok(), failed()), "failed: 1 x HTTP 429: the queue is full"),
         (measured(ok()), "not sent: 1"),
         (measured(ok(), ok(), cpu=0.9), "busy: this client used 90% of a processor"),
-        (measured(ok(), ok(0.2), open_loop=True), "late: requests went out up to 200 ms after their time"),
+        (measured(ok(), ok(0.2), open_loop=True), "late: requests were sent up to 200 ms after their scheduled time"),
         (measured(Record(0.0, 9, "p", ANSWER), ok()), "short: 1 answers"),
         (measured(ok(), ok(), slo=Slo(ttft_s=1)), "goodput 1.00 requests/s"),
         (measured(ok(), ok(), offline=Offline(1.0, 200, 6, 0)), "6.0 output tokens/s; served / offline: 0.50"),
-        (measured(ok(), ok(), offline=Offline(1.0, 210, 6, 0)), "unlike: the server counted 200 prompt tokens"),
+        (
+            measured(ok(), ok(), offline=Offline(1.0, 210, 6, 0)),
+            "different prompts: 200 tokens at the server, 210 in mlx-lm",
+        ),
     ],
 )
 def test_what_a_reader_has_to_know(one, line):

@@ -83,7 +83,7 @@ def test_a_directory_that_is_not_there_is_told(tmp_path, capsys):
 def test_flags_of_the_server_are_refused_where_another_is_asked(capsys):
     with pytest.raises(SystemExit):
         models.main(["--url", "http://127.0.0.1:1", "--jsno"])
-    assert "of no use with --url: --jsno" in capsys.readouterr().err
+    assert "cannot be combined with --url: --jsno" in capsys.readouterr().err
 
 
 def test_nothing_to_serve_says_what_to_do(capsys):
@@ -169,7 +169,7 @@ def test_below_a_directory_the_command_lists_what_the_server_serves(tmp_path, ca
     assert "no request can name 'bad,name'" in faults["bad,name"][-1]
     assert "no model type 'no_such_type'" in faults["Bert"][0]
     assert refused(catalog, "Broken") == 500
-    assert faults["Plain"][-1] == f"the name 'Plain' leads to {first / 'Plain'}"
+    assert faults["Plain"][-1] == f"the name 'Plain' already belongs to {first / 'Plain'}"
 
 
 def test_a_link_in_a_directory_is_a_model_by_its_own_name(tmp_path, capsys):

@@ -1,1 +1,1 @@
-"""``mlx-serve bench``: load for any server with OpenAI's API, and what its clients see."""
+"""``mlx-serve bench``: loads any server with OpenAI's API and measures what its clients see."""

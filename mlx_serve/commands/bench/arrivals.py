@@ -1,4 +1,4 @@
-"""When the requests of an open loop go out: a Poisson process, the same for the same seed."""
+"""Computes when an open loop sends its requests: a Poisson process, determined by the seed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import random
 
 
 def arrival_times(n: int, rate: float, seed: str) -> list[float]:
-    """Seconds from the start of a round, the first at 0; all at 0 for a rate of infinity.
+    """The times in seconds from the start of a round. The first is 0; with an infinite rate all are 0.
 
-    Gaps are exponential, then scaled so that their mean is 1 / rate, as vLLM has it: otherwise a short round would
-    offer a rate that is by chance another one.
+    Gaps are exponential and then scaled to a mean of exactly 1 / rate, as in vLLM. Without scaling, the rate of a short
+    round would depend on chance.
     """
     if math.isinf(rate) or n < 2:
         return [0.0] * n

@@ -24,12 +24,12 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class CeilingError(Exception):
-    """The child ended too early; it said why on stderr."""
+    """The child ended too early. Its stderr has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offline:
-    """The result of one batch. Not timed: loading, chat template, tokenizing. ``n_short``: ended before max_tokens."""
+    """The result of one batch, without the time for loading, chat template and tokenizing. ``n_short``: early ends."""
 
     seconds: float
     prompt_tokens: int
@@ -43,7 +43,7 @@ class Offline:
 
 
 class Ceiling:
-    """The child, which takes one batch after the other."""
+    """The child process. It runs one batch after the other."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
@@ -59,7 +59,7 @@ class Ceiling:
         warm_up: bool = True,
         template_options: Mapping[str, Any] | None = None,
     ) -> Offline:
-        """Generate greedily, ``batch_size`` sequences at a time. Raises CeilingError."""
+        """Generates greedily, ``batch_size`` sequences at a time. Raises CeilingError."""
         task = {
             "prompts": list(prompts),
             "batch_size": batch_size,
@@ -77,22 +77,22 @@ class Ceiling:
         except BrokenPipeError:
             line = ""
         if not line:
-            self._process.wait()  # until it has said why
-            raise CeilingError("the offline process ended; what it said is above")
+            self._process.wait()  # so that its stderr comes first
+            raise CeilingError("the offline process ended early; its error message is above")
         return Offline(**json.loads(line))
 
 
 @contextmanager
 def ceiling(model: str) -> Iterator[Ceiling]:
-    """The child with a model loaded (a directory, or DEMO), until the block ends."""
-    process = subprocess.Popen(  # noqa: S603 - our own module, and a path that the user gave
-        # -P: a json.py in the current folder is not json. The child finds this very package by PYTHONPATH.
+    """Starts the child with ``model`` (a directory, or DEMO), and ends it when the block ends."""
+    process = subprocess.Popen(  # noqa: S603 - this package's module and a path from the user
+        # -P: a file json.py in the current folder must not replace the module json. PYTHONPATH leads to this package.
         [sys.executable, "-P", "-m", "mlx_serve.commands.bench.offline", model],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=_environ(),
-        process_group=0,  # Ctrl-C is for this process, which ends the child
+        process_group=0,  # Ctrl-C interrupts only this process, which then ends the child
     )
     try:
         yield Ceiling(process)

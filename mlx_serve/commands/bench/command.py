@@ -2,8 +2,8 @@
 
     probe -> for each load: warm-up, round, (when asked) the same prompts offline -> text, JSON, picture
 
-Exit status: 0; 1 when a request failed or nothing was measured; 2 for bad flags; 130 after Ctrl-C, with the results so
-far.
+Exit status: 0 if all requests succeeded; 1 if a request failed or nothing was measured; 2 for wrong flags; 130 after
+Ctrl-C, which still prints the results so far.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from mlx_serve.commands.bench.workload import GENERATORS, Conversation, Workload
 
 _INTERRUPTED = 128 + signal.SIGINT
 _WARM_UP_TOKENS = 32
-# mlx-lm's own default; an open loop has no number of its own.
+# The batch size offline after an open loop, which has no number of clients. It is mlx-lm's default.
 _OFFLINE_BATCH = 32
-# Files that are open besides connections.
+# File descriptors for everything but connections.
 _OTHER_DESCRIPTORS = 64
 
 
 class BenchError(Exception):
-    """Nothing can be measured; the text is one line for the user."""
+    """Nothing can be measured. The text is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One round's: a number of clients, or requests per second."""
+    """The load of one round: a number of clients, or requests per second."""
 
     open_loop: bool
     level: float
 
     @property
     def name(self) -> str:
-        """A part of the seeds: each round has its own texts, so that no prefix cache has seen them."""
+        """Part of the seeds, so that each round sends texts of its own, which no prefix cache has seen."""
         return f"{'rate' if self.open_loop else 'clients'} {self.level:g}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The sub-command; gives the exit status."""
+    """Runs the command and returns the exit status."""
     options = flags.from_args(argv)
     run = Run(options)
     try:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Run:
-    """One run of the command, and what it has measured so far."""
+    """One run of the command, with its results so far."""
 
     def __init__(self, options: Options) -> None:
         self.rounds: list[Measured] = []
@@ -87,7 +87,7 @@ class Run:
         self._server_facts: dict[str, Any] = {}
 
     def measure(self) -> None:
-        """All rounds. Raises BenchError, DatasetError, Failure, KeyboardInterrupt."""
+        """Runs all rounds. Raises BenchError, DatasetError, Failure, KeyboardInterrupt."""
         options = self._options
         make = self._workload()
         _raise_descriptor_limit(max((*options.concurrency, options.max_connections)))
@@ -118,7 +118,7 @@ class Run:
             found = read_dataset(options.dataset, options.output_tokens, DEFAULT_OUTPUT_TOKENS, chat=options.chat)
             chosen = take(found, options.n_requests or len(found))
             if len(chosen) > len(found):
-                note(f"{options.dataset} has {len(found)} prompts: they are sent more than once")
+                note(f"{options.dataset} has only {len(found)} prompts: they are sent more than once")
             return lambda probed, name: chosen
         generate = GENERATORS[options.workload]
         return lambda probed, name: generate(self._shape(options.n_requests or DEFAULT_REQUESTS), probed.sizes, name)
@@ -140,12 +140,12 @@ class Run:
         sizes, options = probed.sizes, self._options
         if options.dataset is None and options.input_tokens <= sizes.overhead_tokens:
             raise BenchError(
-                f"--input-len {options.input_tokens}: the chat template alone has {sizes.overhead_tokens:.0f}"
+                f"--input-len {options.input_tokens}: the chat template alone has {sizes.overhead_tokens:.0f} tokens"
             )
         if not probed.ignores_eos and options.ignore_eos is None:
-            note("the server does not take ignore_eos: answers may end early")
+            note("the server does not take ignore_eos: answers may be shorter than requested")
         self._server_facts = {"ignore_eos": probed.ignores_eos, **asdict(sizes)}
-        note(f"{options.server}, model {self._model}, {sizes.tokens_per_word:.2f} tokens a word")
+        note(f"{options.server}, model {self._model}, {sizes.tokens_per_word:.2f} tokens per word")
 
     def _warm_up(self, probed: Probed, load: Load) -> None:
         n = self._options.warmup
@@ -168,12 +168,12 @@ class Run:
         n_planned = n_requests(conversations)
         label = report.label(load.open_loop, load.level)
         if not load.open_loop and len(conversations) < load.level:
-            note(f"{label}: only {len(conversations)} have something to ask; --num-prompts makes it more")
+            note(f"{label}: only {len(conversations)} have something to ask; increase --num-prompts")
         cpu_s = time.process_time()
         with progress(label, n_planned) as watch:
             round_ = Round(target, watch)
             if load.open_loop:
-                # The rate is of requests; what arrives is conversations.
+                # --request-rate counts requests, but conversations arrive.
                 rate = load.level * len(conversations) / n_planned
                 times = arrival_times(len(conversations), rate, f"{options.seed} {load.name}")
                 round_.open_loop(conversations, times, options.max_connections)
@@ -181,12 +181,12 @@ class Run:
                 round_.closed_loop(conversations, int(load.level))
         cpu_s = time.process_time() - cpu_s
         self.interrupted = round_.interrupted
-        records = tuple(round_.records)  # after Ctrl-C a thread may still be adding one
+        records = tuple(round_.records)  # after Ctrl-C a thread may still add a record
         summary = summarize(records, round_.seconds, options.slo, open_loop=load.open_loop)
         return Measured(load.open_loop, load.level, n_planned, records, summary, cpu_s / round_.seconds)
 
     def _ceiling(self, model: str, load: Load) -> Offline | None:
-        """The prompts that were answered, each with as many tokens as its answer had."""
+        """Runs the answered prompts offline, each with as many tokens as its answer had."""
         answered = [(r.prompt, r.answer.output_tokens) for r in self.rounds[-1].records if r.answer is not None]
         if not answered:
             return None
@@ -208,7 +208,7 @@ class Run:
             return None
 
     def finish(self) -> int:
-        """Tell what there is; gives the exit status."""
+        """Reports the results so far and returns the exit status."""
         options = self._options
         if self.rounds:
             print(report.text(self.rounds))
@@ -242,7 +242,7 @@ class Run:
 
 
 def _plain(options: Options) -> dict[str, Any]:
-    """As JSON has it; without the key."""
+    """The options as JSON values, without the key."""
     plain = asdict(options)
     del plain["server"], plain["json"], plain["plot"]
     plain["dataset"] = options.dataset and str(options.dataset)
@@ -251,7 +251,7 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def _raise_descriptor_limit(n_connections: int) -> None:
-    """macOS gives a process 256 descriptors by default."""
+    """Raises the soft limit of open files: by default macOS allows a process 256."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = n_connections + _OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:

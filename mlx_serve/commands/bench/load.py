@@ -1,9 +1,9 @@
-"""One round of load: conversations, sent in a closed or an open loop by threads that mostly wait. Computes no results.
+"""Runs one round of load: threads send conversations in a closed or an open loop. Computes no results.
 
-    closed_loop    n clients; each takes the next conversation when its own has ended
-    open_loop      each conversation at its time, whether or not others have ended
+    closed_loop    n clients; each takes the next conversation when its last one has ended
+    open_loop      each conversation starts at its time, whether or not others have ended
 
-A conversation ends with its first failed request. Ctrl-C ends the round; answers until then are kept.
+A conversation ends with its first failed request. Ctrl-C ends the round; the answers received until then are kept.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mlx_serve.client.place import Place
 from mlx_serve.commands.bench.stats import Record
 from mlx_serve.commands.bench.workload import Conversation, Message
 
-# How often the main thread wakes up: for the progress bar, and for a signal that arrived just before it began to wait.
+# How often the main thread wakes up, for the progress bar and for a signal that arrived just before it began to wait.
 _TICK_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Whom to ask, and how. ``fields`` go into every request; one that is None takes a field out."""
+    """The server, model and route of all requests. ``fields`` are added to each request; None removes a field."""
 
     server: Place
     model: str
@@ -37,15 +37,15 @@ class LoadTarget:
 
     @property
     def path(self) -> str:
-        """Below the base URL."""
+        """The path of the route, relative to the base URL."""
         return "/chat/completions" if self.chat else "/completions"
 
     def prompt(self, history: Sequence[Message]) -> Sequence[Message] | str:
-        """What goes out for a conversation so far: its messages, or its texts, one after the other."""
+        """The prompt for the conversation so far: its messages, or for completions its texts, joined by line ends."""
         return list(history) if self.chat else "\n".join(message["content"] for message in history)
 
     def body(self, prompt: Sequence[Message] | str, output_tokens: int) -> bytes:
-        """The request, as JSON."""
+        """The body of a request, as JSON."""
         fields = {
             "model": self.model,
             "messages" if self.chat else "prompt": prompt,
@@ -61,7 +61,7 @@ Watch = Callable[[int, int], None]
 
 
 class Round:
-    """Runs once. ``seconds`` is set when it has ended; ``watch`` is told how many were answered and how many failed."""
+    """Runs one round. ``seconds`` is set when it ends. ``watch`` is called with the numbers of answers and failures."""
 
     def __init__(self, target: LoadTarget, watch: Watch, clock: Callable[[], float] = time.perf_counter) -> None:
         self.records: list[Record] = []
@@ -75,14 +75,14 @@ class Round:
         self._n_failed = 0
 
     def closed_loop(self, conversations: Iterable[Conversation], n_clients: int) -> None:
-        """``n_clients`` at a time, each on a connection of its own."""
+        """Runs ``n_clients`` at a time, each with its own connection."""
         todo: SimpleQueue[Conversation] = SimpleQueue()
         for conversation in conversations:
             todo.put(conversation)
         self._run(n_clients, lambda threads: [threads.submit(self._client, todo) for _ in range(n_clients)])
 
     def open_loop(self, conversations: Sequence[Conversation], times: Sequence[float], n_connections: int) -> None:
-        """Each at its time, in seconds from now; later when ``n_connections`` are in use."""
+        """Starts each at its time, in seconds from now, or later while all ``n_connections`` are in use."""
         self._run(n_connections, lambda threads: self._send_in_time(threads, conversations, times))
 
     def _run(self, n_threads: int, start: Callable[[Executor], Iterable[Future[None]]]) -> None:
@@ -95,7 +95,7 @@ class Round:
         finally:
             self.seconds = self._clock() - self._began_at
             self._connections.end_all()
-            # A thread that is still connecting is not waited for after Ctrl-C.
+            # After Ctrl-C, do not wait for threads that are still connecting.
             threads.shutdown(wait=not self.interrupted, cancel_futures=True)
 
     def _wait(self, futures: Iterable[Future[None]]) -> None:
@@ -128,7 +128,7 @@ class Round:
             client.close()
 
     def _visitor(self, conversation: Conversation, due_s: float) -> None:
-        # A new connection: the server might just be closing one that has been idle.
+        # A new connection, because the server may be about to close an idle one.
         client = Client(self._target.server, self._connections)
         try:
             self._converse(client, conversation, due_s)
@@ -145,7 +145,7 @@ class Round:
             body = self._target.body(prompt, turn.output_tokens)
             start_s = self._now()
             late_s = 0.0 if due_s is None else start_s - due_s
-            due_s = None  # what follows goes out when the answer is there
+            due_s = None  # later turns have no time of their own: they follow the answer
             try:
                 answer = client.ask(self._target.path, body, self._clock)
             except Failure as failure:
@@ -155,7 +155,7 @@ class Round:
             history.append({"role": "assistant", "content": answer.text})
 
     def _fail(self, record: Record) -> None:
-        if not self._connections.ended:  # or it was ended by us
+        if not self._connections.ended:  # a connection that this process closed is no failure
             self._n_failed += 1
             self.records.append(record)
 

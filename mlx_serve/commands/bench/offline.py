@@ -1,9 +1,9 @@
-"""The child that shows what mlx-lm does without a server: batch_generate over a list of prompts, greedily.
+"""The child process that measures mlx-lm without a server: runs batch_generate over a list of prompts, greedily.
 
     python -m mlx_serve.commands.bench.offline MODEL_DIRECTORY_OR_demo
 
-Reads tasks as JSON lines on stdin and writes a JSON line for each. Runs until stdin ends. Loading the model, the chat
-template and tokenizing are not timed.
+Reads tasks as JSON lines from stdin and writes one JSON line for each, until stdin ends. Loading, the chat template and
+tokenizing are not timed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _WARM_UP_TOKENS = 8
 
 
 def main() -> None:
-    """Answer tasks until stdin ends."""
-    # Replies alone go to stdout; what libraries print goes with the errors.
+    """Answers tasks until stdin ends."""
+    # stdout carries only replies. Anything that libraries print goes to stderr.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         blas.preload_openblas()
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
-    """Generate for one task; the figures are those of ``ceiling.Offline``."""
+    """Runs one task. Returns the fields of ``ceiling.Offline``."""
     prompts = [token_ids(tokenizer, prompt, task["template_options"]) for prompt in task["prompts"]]
     limits = task["max_tokens"]
     limits = limits if isinstance(limits, list) else [limits] * len(prompts)
@@ -44,7 +44,7 @@ def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
     try:
         if task["ignore_eos"]:
             tokenizer.eos_token_ids = []
-        if task["warm_up"]:  # kernels are compiled for the size of a batch
+        if task["warm_up"]:  # kernels are compiled for each batch size
             first = [prompt[:_WARM_UP_TOKENS] for prompt in prompts[: task["batch_size"]]]
             generate(model, tokenizer, first, [_WARM_UP_TOKENS] * len(first), task["batch_size"])
         start = time.perf_counter()
@@ -61,14 +61,14 @@ def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
 
 
 def token_ids(tokenizer: Any, prompt: str | list[dict[str, Any]], template_options: dict[str, Any]) -> list[int]:
-    """As the server makes them."""
+    """Tokenizes a prompt as the server does."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template_options))
 
 
 def generate(model: Any, tokenizer: Any, prompts: list[list[int]], limits: Sequence[int], batch_size: int) -> list[int]:
-    """How many tokens came for each prompt."""
+    """Returns the number of generated tokens for each prompt."""
     from mlx_lm.generate import batch_generate
 
     response = batch_generate(

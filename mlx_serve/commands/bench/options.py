@@ -1,4 +1,4 @@
-"""The flags of ``mlx-serve bench``. A bad one ends the process with a usage line that names it."""
+"""The flags of ``mlx-serve bench``. A wrong flag ends the process with a usage line that names it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mlx_serve.settings.flags import json_object
 DEFAULT_CONCURRENCY = (1, 4, 16)
 DEFAULT_REQUESTS = 32
 DEFAULT_OUTPUT_TOKENS = 128
-# A thread and a connection for each.
+# Each connection needs a thread.
 _MAX_CONNECTIONS = 4096
 WORKLOADS = ("random", "shared-prefix", "multi-turn", "file")
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to measure. None leaves the choice to the server, the file, or the default above."""
+    """What to measure. None means: decided by the server, by the file, or by the default above."""
 
     server: Place
     model: str | None
@@ -54,11 +54,11 @@ class Options:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The argument parser, with a group for each topic."""
+    """The argument parser, with one group for each topic."""
     top = argparse.ArgumentParser(
         prog="mlx-serve bench",
-        description="Load a server that speaks OpenAI's API and measure what its clients see. docs/bench.md has the "
-        "definitions.",
+        description="Send load to a server with OpenAI's API and measure what its clients see. docs/bench.md defines "
+        "the results.",
     )
     _add_server(top.add_argument_group("server"))
     _add_load(top.add_argument_group("load"))
@@ -73,19 +73,21 @@ def _add_server(group: Any) -> None:
         "--url",
         default="http://127.0.0.1:8080/v1",
         metavar="URL",
-        help="of the server (default: %(default)s)",
+        help="base URL of the server (default: %(default)s)",
     )
     group.add_argument("--model", help="model to ask for (default: the first that the server lists)")
-    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="or $OPENAI_API_KEY")
     group.add_argument(
-        "--endpoint", choices=("chat", "completions"), default="chat", help="route to ask (default: chat)"
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY", help="API key (default: $OPENAI_API_KEY)"
+    )
+    group.add_argument(
+        "--endpoint", choices=("chat", "completions"), default="chat", help="route of the requests (default: chat)"
     )
     group.add_argument(
         "--timeout",
         type=_number(0.001),
         default=600.0,
         metavar="S",
-        help="seconds without a byte after which a request has failed (default: 600)",
+        help="a request fails after this many seconds without a byte from the server (default: 600)",
     )
 
 
@@ -95,106 +97,108 @@ def _add_load(group: Any) -> None:
         type=_list(_whole(1, _MAX_CONNECTIONS)),
         default=(),
         metavar="N,N",
-        help="closed loop: a round for each number of clients (default: 1,4,16 without --request-rate)",
+        help="closed loop: one round for each number of clients (default: 1,4,16 unless --request-rate is given)",
     )
     group.add_argument(
         "--request-rate",
         type=_list(_number(1e-6, math.inf)),
         default=(),
         metavar="R,R",
-        help="open loop: a round for each rate in requests/s, arriving as a Poisson process; inf: all at once",
+        help="open loop: one round for each rate in requests/s, sent as a Poisson process; inf sends all at once",
     )
     group.add_argument(
         "--num-prompts",
         type=_whole(1),
         metavar="N",
-        help=f"requests of a round (default: {DEFAULT_REQUESTS}; with a file as many as it has)",
+        help=f"requests per round (default: {DEFAULT_REQUESTS}; with --dataset, the number of prompts in the file)",
     )
     group.add_argument(
         "--warmup",
         type=_whole(0),
         default=2,
         metavar="N",
-        help="requests before each round that do not count (default: 2)",
+        help="requests sent before each round and not measured (default: 2)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of texts, lengths and arrivals (default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="seed for texts, lengths and arrival times (default: 0)")
     group.add_argument(
         "--max-connections",
         type=_whole(1, _MAX_CONNECTIONS),
         default=512,
         metavar="N",
-        help="open loop: what comes while so many are in use goes out late (default: 512)",
+        help="open loop: most connections at a time; requests beyond this are sent late (default: 512)",
     )
 
 
 def _add_workload(group: Any) -> None:
-    group.add_argument(
-        "--workload", choices=WORKLOADS, help="what the prompts are like (default: random; with --dataset file)"
-    )
-    group.add_argument("--dataset", type=Path, metavar="PATH", help="JSONL with prompt or messages, or ShareGPT's JSON")
-    group.add_argument(
-        "--input-len", type=_whole(1), default=256, metavar="N", help="tokens of a prompt (default: 256)"
-    )
+    group.add_argument("--workload", choices=WORKLOADS, help="kind of prompts (default: random; with --dataset: file)")
+    group.add_argument("--dataset", type=Path, metavar="PATH", help="file of prompts: JSONL or ShareGPT's JSON")
+    group.add_argument("--input-len", type=_whole(1), default=256, metavar="N", help="tokens per prompt (default: 256)")
     group.add_argument(
         "--output-len",
         type=_whole(1),
         metavar="N",
-        help=f"tokens of an answer (default: what the file says, or {DEFAULT_OUTPUT_TOKENS})",
+        help=f"tokens per answer (default: the file's lengths, or {DEFAULT_OUTPUT_TOKENS})",
     )
     group.add_argument(
         "--range-ratio",
         type=_number(0, 0.999),
         default=0.0,
         metavar="R",
-        help="lengths are uniform between (1 - R) and (1 + R) times the given ones (default: 0)",
+        help="draw lengths uniformly from (1 - R) to (1 + R) times the given lengths (default: 0)",
     )
     group.add_argument(
-        "--num-groups", type=_whole(1), default=4, metavar="N", help="shared-prefix: different prefixes (default: 4)"
+        "--num-groups",
+        type=_whole(1),
+        default=4,
+        metavar="N",
+        help="shared-prefix: number of different prefixes (default: 4)",
     )
     group.add_argument(
         "--prefix-len",
         type=_whole(1),
         default=512,
         metavar="N",
-        help="shared-prefix: tokens before those of --input-len (default: 512)",
+        help="shared-prefix: tokens of the prefix, added to --input-len (default: 512)",
     )
     group.add_argument(
-        "--turns", type=_whole(1), default=4, metavar="N", help="multi-turn: requests of a conversation (default: 4)"
+        "--turns", type=_whole(1), default=4, metavar="N", help="multi-turn: requests per conversation (default: 4)"
     )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
-        help="answers go on to their full length (default: where the server takes the field)",
+        help="make answers continue to their full length (default: if the server accepts the field)",
     )
-    group.add_argument("--temperature", type=_number(0), default=0.0, metavar="T", help="of the sampling (default: 0)")
+    group.add_argument(
+        "--temperature", type=_number(0), default=0.0, metavar="T", help="sampling temperature (default: 0)"
+    )
     group.add_argument(
         "--extra-body",
         type=_json,
         default={},
         metavar="JSON",
-        help="fields for every request; null takes one out",
+        help="JSON object of fields to add to every request; null removes a field",
     )
 
 
 def _add_output(group: Any) -> None:
     for name, what in (
         ("ttft", "the first text comes within MS"),
-        ("itl", "no gap between pieces of text is longer"),
-        ("tpot", "the time for each token after the first is no longer"),
+        ("itl", "no gap between pieces of text exceeds MS"),
+        ("tpot", "the time per token after the first does not exceed MS"),
         ("e2e", "the answer is complete within MS"),
     ):
         group.add_argument(f"--slo-{name}", type=_number(0), metavar="MS", help=f"goodput: {what}")
-    group.add_argument("--json", type=_output_file, metavar="FILE", help="write every figure and request")
-    group.add_argument("--plot", type=_output_file, metavar="FILE", help="draw a PNG; needs matplotlib")
+    group.add_argument("--json", type=_output_file, metavar="FILE", help="write all results and requests as JSON")
+    group.add_argument("--plot", type=_output_file, metavar="FILE", help="write a plot as PNG; needs matplotlib")
     group.add_argument(
         "--offline",
         metavar="DIR|demo",
-        help="after each round give the same prompts to mlx-lm without a server, and tell the ratio",
+        help="after each round run the same prompts with mlx-lm without a server, and report the ratio",
     )
 
 
 def from_args(argv: Sequence[str]) -> Options:
-    """The options of a command line. Ends the process with a usage line on bad ones."""
+    """Parses a command line. Wrong flags end the process with a usage line."""
     top = parser()
     given = top.parse_args(argv)
     try:
@@ -203,11 +207,11 @@ def from_args(argv: Sequence[str]) -> Options:
         top.error(f"argument --base-url: {error}")
     workload = given.workload or ("file" if given.dataset else "random")
     if (workload == "file") != (given.dataset is not None):
-        top.error("--workload file and --dataset need each other")
+        top.error("--workload file requires --dataset, and --dataset requires --workload file")
     if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
         top.error("argument --plot: matplotlib is not installed (pip install matplotlib)")
     if given.offline not in (None, DEMO) and not Path(given.offline, "config.json").is_file():
-        top.error(f"argument --offline: {given.offline} is no model directory: it has no config.json")
+        top.error(f"argument --offline: {given.offline} is not a model directory: it has no config.json")
     return Options(
         server=server,
         model=given.model,
@@ -282,8 +286,10 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _output_file(text: str) -> Path:
-    # Found out before the measurement, not after it.
+    # Checked before the measurement, so that its results are not lost.
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} can't be written: no such directory")
+        raise argparse.ArgumentTypeError(
+            f"cannot write {text}: its directory does not exist, or it is a directory itself"
+        )
     return path

@@ -1,4 +1,4 @@
-"""A PNG of a run: rates and times over the load. Needs matplotlib, which is imported only when it is used."""
+"""Draws a run as PNG: rates and times over the load. Imports matplotlib only when it is used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Value = Callable[[Measured], float | None]
 
 
 def draw(rounds: Sequence[Measured], path: Path, title: str) -> None:
-    """Write the picture. Raises OSError."""
+    """Writes the picture. Raises OSError."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # No pyplot: it would look for a display.
+    # pyplot is avoided because it looks for a display.
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
     rate, ttft, itl = figure.subplots(1, 3)
@@ -42,10 +42,10 @@ def _mark(spread: str, mark: str) -> Value:
 
 
 def _line(axes: Any, rounds: Sequence[Measured], value: Value, name: str, color: str) -> None:
-    """A line for each kind of loop, since their loads have different scales."""
+    """Draws one line for closed loops and one for open loops, because their loads have different units."""
     for _, group in groupby(rounds, key=lambda measured: measured.open_loop):
         some = list(group)
         values = [value(measured) for measured in some]
         numbers = [float("nan") if v is None else v for v in values]
         axes.plot([measured.label for measured in some], numbers, marker="o", label=name, color=color)
-        name = "_"  # matplotlib keeps it out of the legend
+        name = "_"  # matplotlib leaves this name out of the legend

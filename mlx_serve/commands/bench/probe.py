@@ -1,4 +1,4 @@
-"""Finds out, before load is sent, how a server counts tokens and whether it accepts ignore_eos."""
+"""Finds out, before any load is sent, how the server counts tokens and whether it accepts ignore_eos."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.bench.workload import Message, Sizes, words
 
 _N_FEW = 4
-# More words give a better mean for a tokenizer, but may not fit into a short context.
+# More words give a more accurate mean, but may not fit in a short context.
 _MORE_WORDS = (10, 100)
 _REFUSED = (400, 422)
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The target as it is asked from now on; ``ignores_eos``: whether ignore_eos is sent."""
+    """The target for all later requests. ``ignores_eos``: whether they include ignore_eos."""
 
     target: LoadTarget
     sizes: Sizes
@@ -29,9 +29,10 @@ class Probed:
 
 
 def probe(target: LoadTarget, ignore_eos: bool | None, input_tokens: int) -> Probed:
-    """Two requests for one token each, of few words and of more, both shorter than a prompt of ``input_tokens``.
+    """Sends two requests for one token each: one of few words, one of more. Raises Failure.
 
-    ``ignore_eos`` None: sent where it is not refused. Raises Failure.
+    Both are shorter than a prompt of ``input_tokens``. If ``ignore_eos`` is None, it is used if the server
+    accepts it.
     """
     n_many = _N_FEW + min(max(input_tokens // 2, _MORE_WORDS[0]), _MORE_WORDS[1])
     asked = ignore_eos is not False
@@ -50,7 +51,7 @@ def probe(target: LoadTarget, ignore_eos: bool | None, input_tokens: int) -> Pro
 
 
 def _with(target: LoadTarget, fields: Mapping[str, Any]) -> LoadTarget:
-    # Fields from the user win.
+    # The user's fields override ignore_eos.
     return replace(target, fields={**fields, **target.fields})
 
 

@@ -1,4 +1,4 @@
-"""A bar on a terminal; elsewhere a line of text at the start of each round. Everything goes to stderr."""
+"""Shows a bar on a terminal; elsewhere prints one line at the start of each round. Everything goes to stderr."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_serve.commands.bench.load import Watch
 
 @contextmanager
 def progress(label: str, n_requests: int) -> Iterator[Watch]:
-    """Something to tell how many requests were answered and how many of them failed."""
+    """Yields a function that takes the numbers of answered and failed requests."""
     if not sys.stderr.isatty():
         note(f"{label}: {n_requests} requests")
         yield lambda n_done, n_failed: None
@@ -29,5 +29,5 @@ def progress(label: str, n_requests: int) -> Iterator[Watch]:
 
 
 def note(text: str) -> None:
-    """A line for people."""
+    """Prints a line for the user."""
     print(text, file=sys.stderr, flush=True)

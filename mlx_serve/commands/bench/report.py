@@ -1,4 +1,4 @@
-"""A run as text and as JSON. Computes nothing."""
+"""Formats a run as text and as JSON. Computes nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mlx_serve.commands.bench.ceiling import Offline
 from mlx_serve.commands.bench.stats import Record, Spread, Summary
 
 _MARKS = ("mean", "p50", "p90", "p95", "p99", "max")
-# Above this share of a processor, the client itself influences the results.
+# If the client uses more than this share of a processor, it distorts the results.
 _BUSY = 0.5
 _LATE_MS = 50.0
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A round: how it was loaded, what came of it. ``level`` is a number of clients or requests per second.
+    """A round: its load and its results. ``level`` is the number of clients, or requests per second.
 
-    ``n_planned``: requests that it should have had; ``client_cpu``: processors that this process kept busy.
+    ``n_planned``: the number of requests planned. ``client_cpu``: how many processors this process used on average.
     """
 
     open_loop: bool
@@ -33,27 +33,27 @@ class Measured:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The load as text."""
         return label(self.open_loop, self.level)
 
     @property
     def ratio(self) -> float | None:
-        """Output tokens per second, over those of mlx-lm without a server."""
+        """Output tokens per second, divided by those of mlx-lm without a server."""
         return self.summary.output_tokens_per_s / self.offline.rate if self.offline else None
 
 
 def label(open_loop: bool, level: float) -> str:
-    """A load, for people."""
+    """A load as text."""
     return f"{level:g} requests/s" if open_loop else f"{level:g} at a time"
 
 
 def level_json(level: float) -> float | str:
-    """JSON has no infinity."""
+    """A load as JSON, which has no infinity."""
     return "inf" if math.isinf(level) else level
 
 
 def text(rounds: Sequence[Measured]) -> str:
-    """A block for each round, and a table when there are several."""
+    """A block of text for each round, and a table if there are several rounds."""
     blocks = [_block(measured) for measured in rounds]
     if len(rounds) > 1:
         blocks.append(_table(rounds))
@@ -94,8 +94,8 @@ def _remarks(measured: Measured) -> Iterable[str]:
         yield f"mlx-lm without a server: {offline.rate:.1f} output tokens/s; served / offline: {measured.ratio:.2f}"
         if offline.prompt_tokens != s.prompt_tokens:
             yield (
-                f"unlike: the server counted {s.prompt_tokens} prompt tokens and mlx-lm {offline.prompt_tokens}: "
-                "another model, template or option"
+                f"different prompts: {s.prompt_tokens} tokens at the server, {offline.prompt_tokens} in mlx-lm: "
+                "the server uses another model, template or option"
             )
     for kind, n in s.errors.items():
         yield f"failed: {n} x {kind}: {_example(measured.records, kind)}"
@@ -108,13 +108,13 @@ def _doubts(measured: Measured) -> Iterable[str]:
     if n_sent < measured.n_planned:
         yield f"not sent: {measured.n_planned - n_sent}"
     if s.n_short:
-        yield f"short: {s.n_short} answers ended before the length that was asked for"
+        yield f"short: {s.n_short} answers have fewer tokens than requested"
     if s.n_silent:
-        yield f"silent: {s.n_silent} answers had no text, and no TTFT"
+        yield f"silent: {s.n_silent} answers have no text, so they have no TTFT"
     if measured.client_cpu > _BUSY:
-        yield f"busy: this client used {measured.client_cpu:.0%} of a processor; its delays are in the figures"
+        yield f"busy: this client used {measured.client_cpu:.0%} of a processor; its own delays distort the results"
     if s.late_ms is not None and s.late_ms.p99 > _LATE_MS:
-        yield f"late: requests went out up to {s.late_ms.max:.0f} ms after their time"
+        yield f"late: requests were sent up to {s.late_ms.max:.0f} ms after their scheduled time"
 
 
 def _example(records: Iterable[Record], kind: str) -> str:
@@ -157,7 +157,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def as_json(measured: Measured) -> dict[str, Any]:
-    """Everything of a round but texts; times of requests in milliseconds."""
+    """All results of a round, without texts. Times of requests are in milliseconds."""
     return {
         "loop": "open" if measured.open_loop else "closed",
         "level": level_json(measured.level),

@@ -14,10 +14,10 @@ from mlx_serve.commands.bench.workload import Message
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One request that was sent. ``start_s`` since its round began; ``asked_tokens``: its answer's greatest length.
+    """A request that was sent. ``start_s``: since the round began. ``asked_tokens``: the maximum length of its answer.
 
-    ``prompt`` is what went out, messages or text. ``answer`` is missing when it failed, and then ``failure`` says why.
-    ``late_s``: how long after its time the request went out, in an open loop.
+    ``prompt``: the messages or the text. If the request failed, ``answer`` is None and ``failure`` is the reason.
+    ``late_s``: in an open loop, how long after its time the request was sent.
     """
 
     start_s: float
@@ -30,7 +30,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The goals for a request, in seconds; None: no goal. ``itl_s`` limits every gap."""
+    """The goals for each request, in seconds; None means no goal. ``itl_s`` limits every single gap."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
@@ -38,11 +38,11 @@ class Slo:
     e2e_s: float | None = None
 
     def any(self) -> bool:
-        """Whether something is asked for."""
+        """Whether there is any goal."""
         return any(limit is not None for limit in (self.ttft_s, self.itl_s, self.tpot_s, self.e2e_s))
 
     def met(self, answer: Answer) -> bool:
-        """Whether a request was good."""
+        """Whether a request meets all goals."""
         return (
             _within(answer.ttft_s if answer.ttft_s is not None else math.inf, self.ttft_s)
             and _within(max(answer.gaps_s, default=0.0), self.itl_s)
@@ -57,7 +57,7 @@ def _within(value: float, limit: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Milliseconds, over ``n`` values."""
+    """Statistics of ``n`` values, in milliseconds."""
 
     n: int
     mean: float
@@ -70,9 +70,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of a round. Rates are per second of ``seconds``: from its first request to its last answer.
+    """The results of a round. Rates are per second of ``seconds``, from the first request to the last answer.
 
-    ``n_short``: answers with fewer tokens than asked for; ``n_silent``: without any text, hence without a TTFT.
+    ``n_short``: answers with fewer tokens than requested. ``n_silent``: answers without text, which have no TTFT.
     """
 
     seconds: float
@@ -96,7 +96,7 @@ class Summary:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """A percentile of sorted values, linear between neighbours as in numpy. Raises IndexError when there are none."""
+    """A percentile of sorted values, linear between neighbours like numpy's. Raises IndexError without values."""
     place = (len(ordered) - 1) * percent / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -104,7 +104,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def spread(seconds: Iterable[float]) -> Spread | None:
-    """The spread of times in seconds, in milliseconds; None without values."""
+    """The statistics of times in seconds, in milliseconds. None without values."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -114,14 +114,14 @@ def spread(seconds: Iterable[float]) -> Spread | None:
 
 
 def tpot_s(answer: Answer) -> float | None:
-    """Time for each output token after the first; None for an answer of one token, or without any text."""
+    """The time per output token after the first. None for an answer of one token or without text."""
     if answer.ttft_s is None or answer.output_tokens < 2:
         return None
     return (answer.e2e_s - answer.ttft_s) / (answer.output_tokens - 1)
 
 
 def summarize(records: Sequence[Record], seconds: float, slo: Slo, *, open_loop: bool = False) -> Summary:
-    """A round's figures. Only requests that were answered in full count for rates and times."""
+    """The results of a round. Rates and times count only requests that were answered completely."""
     answered = [(record, record.answer) for record in records if record.answer is not None]
     answers = [answer for _, answer in answered]
     failures = Counter(record.failure.kind for record in records if record.failure is not None)
@@ -151,7 +151,7 @@ def summarize(records: Sequence[Record], seconds: float, slo: Slo, *, open_loop:
 
 
 def _cached(answers: Sequence[Answer]) -> int | None:
-    """Only where the server told it for every answer."""
+    """The sum of cached tokens, or None if the server did not report it for every answer."""
     counts = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
     return sum(counts) if answers and len(counts) == len(answers) else None
 

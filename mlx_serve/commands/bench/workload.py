@@ -1,6 +1,6 @@
-"""What is sent: conversations of random words, the same for the same seed and round. Knows no server and no clock.
+"""Makes the conversations to send, of random words determined by seed and round. Knows no server and no clock.
 
-Lengths are in tokens, but there is no tokenizer here: ``Sizes``, measured at the server, says how many words they are.
+Lengths are in tokens, but there is no tokenizer here. ``Sizes``, measured at the server, converts tokens to words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Frequent words, so that nearly every tokenizer has a token for each.
+# Frequent words, because most tokenizers have one token for each.
 _WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work number night point home water room mother area money
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """What is added to a conversation before the next answer, and how long that answer may be, in tokens."""
+    """The messages to add before the next answer, and the maximum length of that answer in tokens."""
 
     messages: tuple[Message, ...]
     output_tokens: int
@@ -34,14 +34,14 @@ class PlannedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests of which each has those before it, and their answers, as its history. Most have one turn."""
+    """Requests that build on each other: each sends the earlier requests and answers too. Most have one turn."""
 
     turns: tuple[PlannedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """How long and how many. ``range_ratio`` r: lengths are uniform, from (1 - r) to (1 + r) times the given ones."""
+    """The number and lengths of requests. Lengths vary uniformly by ``range_ratio``: from (1 - r) to (1 + r)."""
 
     seed: int
     n_requests: int
@@ -55,30 +55,30 @@ class WorkloadShape:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens of a word, and those that a prompt has besides its words (the chat template's)."""
+    """The tokens of a word, and the tokens that the chat template adds to a prompt."""
 
     tokens_per_word: float = 1.0
     overhead_tokens: float = 0.0
 
     def n_words(self, n_tokens: int, *, alone: bool = True) -> int:
-        """So many words make up so many tokens; ``alone``: they are a prompt of their own, not a part of one."""
+        """The number of words for ``n_tokens``. ``alone``: they are a whole prompt, so the template's tokens count."""
         own = n_tokens - self.overhead_tokens if alone else n_tokens
         return max(1, round(own / self.tokens_per_word))
 
 
 def words(rng: random.Random, n: int) -> str:
-    """So many random words."""
+    """``n`` random words."""
     return " ".join(rng.choices(_VOCABULARY, k=n))
 
 
 def random_prompts(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
-    """Requests that have nothing in common."""
+    """Requests with unrelated texts."""
     texts = random.Random(f"{shape.seed} {name} texts")
     return [_one_turn(words(texts, sizes.n_words(n_in)), n_out) for n_in, n_out in lengths(shape)]
 
 
 def shared_prefix(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
-    """Groups of requests that begin alike, mixed. A prompt has the prefix's length and its own added."""
+    """Groups of requests with the same prefix, in mixed order. A prompt is the prefix plus a text of its own."""
     texts = random.Random(f"{shape.seed} {name} texts")
     n_prefix = sizes.n_words(shape.prefix_tokens, alone=False)
     prefixes = [words(texts, n_prefix) for _ in range(shape.n_groups)]
@@ -91,7 +91,7 @@ def shared_prefix(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Convers
 
 
 def multi_turn(shape: WorkloadShape, sizes: Sizes, name: str) -> list[Conversation]:
-    """Conversations of ``n_turns``, the last one shorter where the number of requests asks for it."""
+    """Conversations of ``n_turns``. The last one is shorter if the number of requests requires it."""
     texts = random.Random(f"{shape.seed} {name} texts")
     turns = [PlannedTurn((_user(words(texts, sizes.n_words(n_in))),), n_out) for n_in, n_out in lengths(shape)]
     return [Conversation(tuple(turns[i : i + shape.n_turns])) for i in range(0, len(turns), shape.n_turns)]
@@ -101,9 +101,9 @@ GENERATORS = {"random": random_prompts, "shared-prefix": shared_prefix, "multi-t
 
 
 def lengths(shape: WorkloadShape) -> Iterator[tuple[int, int]]:
-    """Pairs of input and output length, uniform between the bounds that vLLM's random dataset has.
+    """Yields pairs of input and output length, uniform between the same bounds as in vLLM's random dataset.
 
-    Of the seed alone: the rounds of a run have the same lengths, with other words.
+    Depends only on the seed: all rounds of a run have the same lengths, but different words.
     """
     rng = random.Random(f"{shape.seed} lengths")
     for _ in range(shape.n_requests):
@@ -126,10 +126,10 @@ def _user(text: str) -> Message:
 
 
 def n_requests(conversations: Sequence[Conversation]) -> int:
-    """Turns of all of them."""
+    """The number of requests in all conversations."""
     return sum(len(conversation.turns) for conversation in conversations)
 
 
 def take(conversations: Sequence[Conversation], n: int) -> list[Conversation]:
-    """The first ``n`` in order, from the beginning again when there are fewer."""
+    """The first ``n`` conversations, repeated from the beginning if there are fewer."""
     return [conversations[i % len(conversations)] for i in range(n)]

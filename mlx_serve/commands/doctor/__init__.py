@@ -1,1 +1,1 @@
-"""``mlx-serve doctor``: whether a server with these flags would work on this machine."""
+"""``mlx-serve doctor``: checks whether a server with these flags would work on this machine."""

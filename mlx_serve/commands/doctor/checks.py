@@ -1,6 +1,6 @@
-"""The doctor's checks of the machine and of the server's flags. Each gives findings; none raises or changes anything.
+"""The doctor's checks of the machine and the server's flags. They yield findings; none raises or changes anything.
 
-Must not import MLX: what it says of itself comes from a process of its own (probe.py).
+Must not import MLX: a child process (probe.py) reports what MLX finds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mlx_serve.settings.config import Config
 from mlx_serve.values import ApiError, RawRequest, Response, StartError
 from mlx_serve.wire.server_options import Application, Target
 
-# As the server asks for: cli raises its soft limit to the connections and these.
+# cli raises the server's soft limit to the number of connections plus this.
 OTHER_DESCRIPTORS = 256
-# What the group and others may do with a file.
+# The permissions to read or write a file, for its group and for others.
 _OTHERS = 0o066
 _PROBE_TIMEOUT_S = 180
 _NEEDED = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "pydantic")
@@ -39,20 +39,20 @@ _EXTRAS = {"llguidance": "structured", "prometheus-client": "metrics"}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What probe.py said, or why it said nothing."""
+    """The output of probe.py, or why there is none."""
 
     facts: dict[str, Any]
     fault: str = ""
 
     @property
     def memory_bytes(self) -> int | None:
-        """What a model may take: on Metal the recommended working set, elsewhere the machine's memory."""
+        """The memory for a model: on Metal the recommended working set, elsewhere the machine's memory."""
         limit = self.facts.get("device_info", {}).get("max_recommended_working_set_size")
         return limit if isinstance(limit, int) else _machine_bytes()
 
 
 def probe(model: Path | None, flags: Sequence[str] = ()) -> Probe:
-    """Ask MLX and mlx-lm, in a child process; ``flags`` are those of the server that concern the model."""
+    """Runs probe.py in a child process. ``flags``: the server's flags that concern the model."""
     command = [sys.executable, "-m", "mlx_serve.probe", *([str(model), *flags] if model is not None else [])]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     try:
@@ -69,11 +69,11 @@ def probe(model: Path | None, flags: Sequence[str] = ()) -> Probe:
     try:
         return Probe(json.loads(done.stdout.strip().splitlines()[-1]))
     except (ValueError, IndexError):
-        return Probe({}, "MLX's process printed something else than what was found")
+        return Probe({}, "the child process that imports MLX printed no result")
 
 
 def versions() -> Iterator[Finding]:
-    """Python, ourselves, and the packages that are needed or may be added."""
+    """The versions of Python, mlx-serve, and the required and optional packages."""
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
     yield Finding("ok", "versions", f"mlx-serve {__version__}, Python {platform.python_version()}, {system}")
     if sys.platform == "darwin" and platform.machine() != "arm64":
@@ -91,7 +91,12 @@ def versions() -> Iterator[Finding]:
         if (found := _version(name)) is not None:
             yield Finding("ok", "versions", f"{name} {found}")
         else:
-            yield Finding("note", "versions", f"{name} is not installed", f"pip install 'mlx-serve[{extra}]' adds it")
+            yield Finding(
+                "note",
+                "versions",
+                f"{name} is not installed",
+                f"optional; install it with: pip install 'mlx-serve[{extra}]'",
+            )
 
 
 def _version(name: str) -> str | None:
@@ -102,7 +107,7 @@ def _version(name: str) -> str | None:
 
 
 def device(found: Probe) -> Iterator[Finding]:
-    """The device that MLX computes on, its memory, and on a CPU the BLAS."""
+    """The device that MLX computes on, its memory, and the BLAS if it is a CPU."""
     if found.fault:
         advice = "try `python -c 'import mlx.core'`; on Linux MLX needs an extra: pip install 'mlx-serve[cpu]'"
         yield Finding("problem", "device", f"MLX does not work: {found.fault}", advice)
@@ -121,8 +126,8 @@ def _blas(found: Probe) -> Iterator[Finding]:
     if library := found.facts.get("openblas"):
         yield Finding("ok", "BLAS", f"OpenBLAS ({library})")
     else:
-        text = "MLX's own reference BLAS: ten times slower and more"
-        yield Finding("note", "BLAS", text, "install OpenBLAS (Debian: apt install libopenblas0-pthread)")
+        text = "MLX uses its reference BLAS, which is at least ten times slower"
+        yield Finding("note", "BLAS", text, "install OpenBLAS (on Debian: apt install libopenblas0-pthread)")
 
 
 def _metal(info: dict[str, Any]) -> Iterator[Finding]:
@@ -133,7 +138,7 @@ def _metal(info: dict[str, Any]) -> Iterator[Finding]:
     advice = ""
     if isinstance(total, int) and limit < 0.9 * total:
         most = (total - max(8 * 2**30, total // 20)) // 2**20
-        advice = f"to let models have more: sudo sysctl iogpu.wired_limit_mb={most} (until the next start of the Mac)"
+        advice = f"to give models more memory until the next restart: sudo sysctl iogpu.wired_limit_mb={most}"
     yield Finding("ok", "memory", text, advice)
 
 
@@ -145,21 +150,21 @@ def _machine_bytes() -> int | None:
 
 
 def descriptors(settings: Config) -> Iterator[Finding]:
-    """Whether --max-connections fits into what the system lets a process open."""
+    """Whether --max-connections fits in the limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = settings.max_connections + OTHER_DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < wanted:
-        text = f"{hard} open files are allowed; --max-connections {settings.max_connections} needs {wanted}"
+        text = f"the limit of open files is {hard}; --max-connections {settings.max_connections} needs {wanted}"
         fewer = max(1, hard - OTHER_DESCRIPTORS)
         advice = f"raise the hard limit (ulimit -Hn, LimitNOFILE=), or use --max-connections {fewer}"
         yield Finding("note" if hard > OTHER_DESCRIPTORS else "problem", "open files", text, advice)
     else:
         allowed = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-        yield Finding("ok", "open files", f"{wanted} wanted, {allowed} allowed")
+        yield Finding("ok", "open files", f"the server needs {wanted}; the limit is {allowed}")
 
 
 class _NoApplication:
-    """Binding a port needs an application; nobody will ask this one."""
+    """A stand-in for the server: binding a port needs an application, but no request is accepted."""
 
     def find(self, path: str) -> Target:
         return Target(frozenset(), self._refuse, lambda error, request_id: Response(error.status, b""))
@@ -169,35 +174,36 @@ class _NoApplication:
 
 
 def address(settings: Config) -> Iterator[Finding]:
-    """Binds as the server would, and lets go again: the port, the socket, the certificate and the keys."""
+    """Binds like the server and closes again: checks the port, the socket, the certificate and the keys."""
     application: Application = _NoApplication()
     where = settings.uds or f"{settings.host} port {settings.port}"
     if settings.uds and Path(settings.uds).exists():
-        # Binding would take it from a server that is running.
-        yield Finding(
-            "note", "address", f"{settings.uds} exists", "if a server is running there, leave it; else remove it"
-        )
+        # Binding would take the socket from a running server.
+        yield Finding("note", "address", f"{settings.uds} exists", "if no server is using this socket, remove it")
         return
     try:
         http.bind(application, http.options(settings)).close()
     except StartError as error:
-        advice = "choose another --port, or end the program that has it: lsof -nP -i :PORT shows it"
+        advice = "choose another --port, or stop the program that uses it (find it with: lsof -nP -i :PORT)"
         yield Finding(
-            "problem", "address", str(error), advice if "listen" in str(error) else "correct the flag or the file"
+            "problem",
+            "address",
+            str(error),
+            advice if "listen" in str(error) else "correct the flag, or the file that it names",
         )
         return
     yield Finding("ok", "address", f"{where} is free")
     if not http.is_loopback(settings) and not http.api_keys(settings):
-        text = f"anyone who can reach {settings.host} could use this server"
+        text = f"everyone who can reach {settings.host} can use this server"
         yield Finding("note", "address", text, "set --api-key-file")
 
 
 def secret_files(settings: Config) -> Iterator[Finding]:
-    """Whether other users of the machine may read the keys."""
+    """Whether other users of the machine can read or write the files with keys."""
     for text in (settings.api_key_file, settings.tls_key):
         path = expanded(text) if text is not None else None
         if path is not None and path.is_file() and (mode := path.stat().st_mode & _OTHERS):
-            advice = f"let only the server's user read it: chmod 600 {path}"
+            advice = f"restrict it to the server's user: chmod 600 {path}"
             yield Finding("note", "keys", f"other users may {_doing(mode)} {path}", advice)
 
 
@@ -206,16 +212,16 @@ def _doing(mode: int) -> str:
 
 
 def cache_dir(settings: Config) -> Iterator[Finding]:
-    """Whether the directory for prompt caches can be made or written, without making it."""
+    """Whether the directory for prompt caches is writable, or could be created. Does not create it."""
     if settings.prompt_cache_dir is None:
         return
     wanted = expanded(settings.prompt_cache_dir).absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        advice = "name another --prompt-cache-dir, or let the server's user write there"
-        yield Finding("problem", "prompt cache", f"{there} is no directory that can be written", advice)
+        advice = "choose another --prompt-cache-dir, or give the server's user write access"
+        yield Finding("problem", "prompt cache", f"{there} is not a writable directory", advice)
         return
     free = shutil.disk_usage(there).free
-    text = f"{wanted}: {bytes_text(free)} free, up to {bytes_text(settings.prompt_cache_disk_bytes)} wanted"
+    text = f"{wanted}: {bytes_text(free)} free; the server uses up to {bytes_text(settings.prompt_cache_disk_bytes)}"
     short = free < settings.prompt_cache_disk_bytes
     yield Finding("note" if short else "ok", "prompt cache", text, "lower --prompt-cache-disk-bytes" if short else "")

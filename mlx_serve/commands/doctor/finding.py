@@ -1,4 +1,4 @@
-"""A finding of the doctor's: what is so, and what to do. Values and how they print, no checks."""
+"""The doctor's findings: what was found, and what to do about it. Holds values and prints them; checks nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS: dict[Level, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``problem``: the server would not start, or could not serve. ``advice``: what to do; "" when nothing."""
+    """``problem``: the server would not start or could not serve. ``advice``: what the user can do; "" if nothing."""
 
     level: Level
     topic: str
@@ -21,13 +21,13 @@ class Finding:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """A line for each, its advice below it."""
+    """One line for each finding, with its advice on the next line."""
     width = max((len(finding.topic) for finding in findings), default=0)
     return "\n".join(_lines(finding, width) for finding in findings)
 
 
 def as_objects(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    """For JSON."""
+    """The findings as JSON objects."""
     return [asdict(finding) for finding in findings]
 
 

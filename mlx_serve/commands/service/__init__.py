@@ -1,1 +1,1 @@
-"""``mlx-serve install-service``: files for launchd and systemd."""
+"""``mlx-serve install-service``: writes service files for launchd and systemd."""

@@ -1,7 +1,7 @@
-"""``mlx-serve install-service [OPTIONS] -- FLAGS``: files that start a server with these flags at boot.
+"""``mlx-serve install-service [OPTIONS] -- FLAGS``: writes files that start a server with these flags at boot.
 
-Writes files that this user may write, and prints the commands that remain. It runs none of them: they need root, and
-the operator should see them first.
+Writes only where this user may write, and prints the remaining commands. Those need root, and the operator should read
+them first, so this command runs none of them.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,100}(?<!\.)")
-# Settings of this shell that the server will need too. Not the keys: these files can be read by everybody.
+# Environment variables that the server needs too. Keys are not among them: every user can read a service file.
 _KEPT = ("MLX_MODEL_PATH", "MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT")
-# Flags whose value is a path if it is there, and those whose value will be one.
+# _FOUND: the value is a path if it exists. _NAMED: the value may be NAME=PATH. _MADE: the server creates the path.
 _FOUND = ("--model", "--draft-model", "--adapter-path", "--api-key-file", "--tls-cert", "--tls-key", "--config")
 _NAMED = ("--model", "--adapter")
 _MADE = ("--uds", "--prompt-cache-dir")
-# Of these, the folders that are written to.
+# The variables of _KEPT that name folders the server writes to.
 _CACHES = ("MLX_SERVE_CACHE", "HF_HOME", "HF_HUB_CACHE")
 _SECRETS = ("MLX_SERVE_API_KEY", "HF_TOKEN")
 
 
 class UsageError(Exception):
-    """Something in the command line; one line for the user."""
+    """A mistake in the command line, as one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file to write. ``final``: where root has to put it; None: it is written to its place."""
+    """A file to write. ``final``: where root has to install it; None if it is written to its final place."""
 
     name: str
     text: str
@@ -53,7 +53,7 @@ class File:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; gives the exit status."""
+    """Runs the command and returns the exit status."""
     own, flags = _split(argv)
     given = parser().parse_args(own)
     try:
@@ -76,29 +76,35 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's own options."""
+    """The command's own flags."""
     top = argparse.ArgumentParser(
         prog="mlx-serve install-service",
         usage="mlx-serve install-service [OPTIONS] -- FLAGS OF THE SERVER",
-        description="Write what starts a server at boot and again when it fails: a launchd property list on macOS, a "
-        "systemd unit on Linux. Runs nothing: the commands that remain are printed.",
+        description="Write the files that start a server at boot and restart it when it fails: a launchd property list "
+        "on macOS, a systemd unit on Linux. Prints the remaining commands and does not run them.",
         epilog="Example: mlx-serve install-service -- --config ~/mlx-serve.toml",
     )
     manager = "launchd" if sys.platform == "darwin" else "systemd"
     top.add_argument(
-        "--for", dest="manager", choices=("launchd", "systemd"), default=manager, help="default: this system's"
+        "--for",
+        dest="manager",
+        choices=("launchd", "systemd"),
+        default=manager,
+        help="service manager (default: this system's)",
     )
-    text = "for this user alone, from login on, instead of for the machine, from boot on"
+    text = "install for this user only: start the server at login instead of at boot"
     top.add_argument("--user", dest="for_user", action="store_true", help=text)
-    text = "user that the server runs as (default: you)"
+    text = "user that the server runs as (default: the current user)"
     top.add_argument("--run-as", metavar="USER", help=text)
     top.add_argument("--label", default="org.mlx-serve", help="name of the service (default: %(default)s)")
     text = "folder for the log, launchd only (default: /Library/Logs/mlx-serve; with --user ~/Library/Logs/mlx-serve)"
     top.add_argument("--log-dir", metavar="DIR", help=text)
     top.add_argument(
-        "--output", metavar="DIR", help="write the files here (default: the place itself with --user, else .)"
+        "--output",
+        metavar="DIR",
+        help="folder for the files (default: with --user their final place, otherwise the current folder)",
     )
-    top.add_argument("--force", action="store_true", help="overwrite files that are there")
+    top.add_argument("--force", action="store_true", help="overwrite existing files")
     top.add_argument("--dry-run", action="store_true", help="print the files and write nothing")
     return top
 
@@ -106,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 def _warn_of_strangers(flags: Sequence[str]) -> None:
     settings = config.from_args(flags, {})
     if not http.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
-        text = f"anyone who can reach {settings.host} may use this server: add --api-key-file"
+        text = f"everyone who can reach {settings.host} can use this server: add --api-key-file"
         print(f"mlx-serve install-service: {text}", file=sys.stderr)
 
 
@@ -118,13 +124,13 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping[str, str]) -> Service:
-    """The service that the command line describes. Raises UsageError; a wrong flag of the server ends the process."""
-    # With no key from the environment: what is checked is what the service will have.
+    """The service of this command line. Raises UsageError. A wrong server flag ends the process."""
+    # The environment's keys are left out here too, so that the settings are those of the future service.
     settings = config.from_args(flags, {name: environ[name] for name in _KEPT if name in environ})
     if any(re.match(r"--api-key(=|$)", word) for word in flags):
-        raise UsageError("--api-key would be in a file that everybody can read: use --api-key-file")
+        raise UsageError("--api-key would be stored in a file that every user can read: use --api-key-file")
     if not _LABEL.fullmatch(given.label):
-        raise UsageError(f"not a label: {given.label!r} (letters, digits, dot, dash)")
+        raise UsageError(f"not a label: {given.label!r} (use letters, digits, dots, dashes and underscores)")
     if given.for_user and given.run_as:
         raise UsageError("--user and --run-as exclude each other")
     user, group, home = _account(given.run_as)
@@ -148,7 +154,7 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
 
 
 def _writable(settings: Config, environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """Where the server will write, besides its user's own cache."""
+    """The folders that the server writes to, besides its user's cache."""
     named = [settings.prompt_cache_dir, *(environ.get(name) for name in _CACHES)]
     folders = [expanded(text).absolute() for text in named if text]
     if settings.uds:
@@ -157,27 +163,27 @@ def _writable(settings: Config, environ: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def _account(name: str | None) -> tuple[str, str, Path]:
-    """A user's name, group and home. Raises UsageError when there is no such user."""
+    """A user's name, group and home. Raises UsageError if the user does not exist."""
     try:
         entry = pwd.getpwnam(name) if name else pwd.getpwuid(os.getuid())
         return entry.pw_name, grp.getgrgid(entry.pw_gid).gr_name, Path(entry.pw_dir)
     except KeyError:
-        raise UsageError(f"there is no user {name or os.getuid()}: create it first") from None
+        raise UsageError(f"no user {name or os.getuid()} exists: create the user first") from None
 
 
 def _program() -> tuple[tuple[str, ...], dict[str, str]]:
-    """How to start the server that this is, from anywhere, and what that needs in the environment."""
+    """The command that starts this server from any directory, and the environment variables that it needs."""
     script = Path(sys.executable).parent / "mlx-serve"
     if script.is_file():
         return (str(script),), {}
     folder = Path(mlx_serve.__file__).parents[1]
-    # A checkout that is not installed is found by its path alone.
+    # Python finds a checkout that is not installed only by PYTHONPATH.
     installed = folder == Path(sysconfig.get_path("purelib"))
     return (sys.executable, "-m", "mlx_serve"), {} if installed else {"PYTHONPATH": str(folder)}
 
 
 def _absolute(flags: Sequence[str]) -> list[str]:
-    """Paths as typed here mean nothing to a service: they are given whole."""
+    """Makes paths absolute: a service starts in another directory."""
     words, of = [], ""
     for word in flags:
         if word.startswith("--"):
@@ -195,14 +201,14 @@ def _absolute_value(flag: str, value: str) -> str:
     if flag in _NAMED and sign and not expanded(value).exists():
         return f"{name}={_absolute_value('--model', place)}"
     path = expanded(value)
-    # A model that is no directory here is a repository's name.
+    # If no such path exists, the value is the name of a repository.
     if flag in _MADE or (flag in _FOUND and path.exists()):
         return str(path.absolute())
     return value
 
 
 def files_of(service: Service, manager: str) -> list[File]:
-    """What is to be written, and where it belongs."""
+    """The files to write, and where each belongs."""
     if manager == "systemd":
         name = f"{service.name}.service"
         final = Path("/etc/systemd/system") / name if service.system else None
@@ -230,7 +236,7 @@ def _folder(service: Service, given: argparse.Namespace) -> Path:
 
 
 def _write(files: Sequence[File], folder: Path, *, force: bool) -> None:
-    """All or, when one of them is there and may not be overwritten, none."""
+    """Writes all files, or none if one exists and must not be overwritten."""
     folder.mkdir(parents=True, exist_ok=True)
     there = [file.name for file in files if (folder / file.name).exists()]
     if there and not force:
@@ -240,17 +246,17 @@ def _write(files: Sequence[File], folder: Path, *, force: bool) -> None:
 
 
 def _next(service: Service, files: Sequence[File], folder: Path, manager: str) -> list[str]:
-    """What was written, and the commands that remain."""
+    """The text for the user: the written files, and the remaining commands."""
     written = [f"written: {folder / file.name}" for file in files]
-    why = "is set here and was left out: everybody can read a service's file"
+    why = "is set in this shell but not written to the service's file, which every user can read"
     left_out = [f"${name} {why}" for name in _SECRETS if os.environ.get(name)]
     list_commands = _launchd_commands if manager == "launchd" else _systemd_commands
     commands = [f"    {line}" for line in list_commands(service, files, folder)]
-    return [*written, *left_out, "", "Check it first:", f"    {_doctor(service)}", "", "Then run:", *commands]
+    return [*written, *left_out, "", "First check the flags:", f"    {_doctor(service)}", "", "Then run:", *commands]
 
 
 def _doctor(service: Service) -> str:
-    """The same flags for the doctor, which comes before them."""
+    """The command that lets the doctor check the same flags."""
     program, _ = _program()
     return shlex.join([*program, "doctor", *service.command[len(program) :]])
 
@@ -271,7 +277,7 @@ def _launchd_commands(service: Service, files: Sequence[File], folder: Path) -> 
         f"sudo install -o root -g wheel -m 644 {shlex.quote(str(folder / rotation.name))} {rotation.final}",
         f"{sudo}launchctl bootstrap {domain} {shlex.quote(place)}",
         f"{sudo}launchctl print {domain}/{service.label}    # its state",
-        f"tail -f {shlex.quote(str(service.log))}    # until it says: ready",
+        f"tail -f {shlex.quote(str(service.log))}    # wait for: ready",
         f"{sudo}launchctl bootout {domain}/{service.label}    # to stop it",
     ]
 
@@ -281,7 +287,7 @@ def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> 
     systemctl = "sudo systemctl" if service.system else "systemctl --user"
     journal = "sudo journalctl" if service.system else "journalctl --user"
     put = f"sudo install -o root -g root -m 644 {shlex.quote(str(folder / unit.name))} {unit.final}"
-    linger = f"sudo loginctl enable-linger {service.user}    # or it ends with your session"
+    linger = f"sudo loginctl enable-linger {service.user}    # else the service ends with your session"
     owner = f"-o {service.user} -g {service.group}"
     missing = [path for path in service.writable if service.system and not Path(path).exists()]
     return [
@@ -289,5 +295,5 @@ def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> 
         put if service.system else linger,
         f"{systemctl} daemon-reload",
         f"{systemctl} enable --now {unit.name}",
-        f"{journal} --follow --unit {unit.name}    # until it says: ready",
+        f"{journal} --follow --unit {unit.name}    # wait for: ready",
     ]

@@ -1,7 +1,7 @@
-"""The files that make a service of the server: launchd's property list, newsyslog's rotation, systemd's unit.
+"""Makes the text of service files: launchd's property list, newsyslog's rotation, systemd's unit.
 
-Functions from a ``Service`` to text; nothing here touches the system. Sources: launchd.plist(5), newsyslog.conf(5),
-systemd.service(5), systemd.exec(5).
+Every function takes a ``Service`` and returns text; none touches the system. Sources: launchd.plist(5),
+newsyslog.conf(5), systemd.service(5), systemd.exec(5).
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-# Beyond --drain-timeout: the last errors, closing, letting the model go.
+# Time after --drain-timeout for sending the last errors, closing connections and releasing the model.
 _LAST_WORDS_S = 15
-# Restarts that follow one another faster than this are held back, so that a wrong flag does not keep a machine busy.
+# The minimum time between restarts, so that a wrong flag does not keep the machine busy.
 _RESTART_S = 10
 _LOG_KB, _N_LOGS = 50_000, 7
-# What systemd takes unquoted in a word of a command line.
+# A word that systemd accepts without quotes in a command line.
 _PLAIN = re.compile(r"[A-Za-z0-9_@+=:,./-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A server as a service. ``command`` starts with the program's absolute path. ``system``: it belongs to the machine
-    and starts with it; otherwise to ``user``, at login. ``home`` is the user's. Times in seconds.
+    """A server that runs as a service.
+
+    ``command``: starts with the absolute path of the program. ``system``: starts at boot, for the machine; otherwise at
+    the login of ``user``. ``home``: the user's home. Times are in seconds.
     """
 
     label: str
@@ -37,17 +39,17 @@ class Service:
     drain_timeout_s: float = 30.0
     n_files: int = 768
     environ: Mapping[str, str] = field(default_factory=dict)
-    # Where it writes besides its user's caches: prompt caches, a socket.
+    # Folders the server writes to besides its user's caches: for prompt caches, for a socket.
     writable: tuple[PurePath, ...] = ()
 
     @property
     def name(self) -> str:
-        """The label's last part: what logs and units are called."""
+        """The last part of the label. Names the log and the unit."""
         return self.label.rsplit(".", 1)[-1]
 
     @property
     def log(self) -> PurePath:
-        """What the server writes."""
+        """The server's log file."""
         return self.log_dir / f"{self.name}.log"
 
     @property
@@ -56,9 +58,9 @@ class Service:
 
 
 def launchd_plist(service: Service) -> str:
-    """A LaunchDaemon (``system``) or a LaunchAgent."""
-    # The server opens its log itself, and again when newsyslog has moved it: launchd would go on writing to the moved
-    # file. What goes to stderr in spite of that (a crash of the interpreter) has a file of its own.
+    """The property list of a LaunchDaemon (``system``) or a LaunchAgent."""
+    # The server opens its log itself, and reopens it when newsyslog has moved it. launchd would keep writing to the
+    # moved file, so it gets another file, for output that bypasses the log (a crash of the interpreter).
     stray = str(service.log_dir / f"{service.name}.stderr.log")
     job = {
         "Label": service.label,
@@ -68,13 +70,13 @@ def launchd_plist(service: Service) -> str:
             "MLX_SERVE_LOG_FILE": str(service.log),
             **service.environ,
         },
-        # Not the home: a folder there called mlx_serve would be taken for the package.
+        # Not the home directory: Python would import a folder there named mlx_serve instead of the package.
         "WorkingDirectory": "/",
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": _RESTART_S,
         "ExitTimeOut": service.stop_s,
-        # Else launchd throttles its processor and disk, as it does with background work.
+        # By default launchd throttles the CPU and disk use of a job, as background work.
         "ProcessType": "Interactive",
         "SoftResourceLimits": {"NumberOfFiles": service.n_files},
         "HardResourceLimits": {"NumberOfFiles": service.n_files},
@@ -88,21 +90,21 @@ def launchd_plist(service: Service) -> str:
 
 
 def newsyslog_conf(service: Service) -> str:
-    """Rotation of the log on macOS: by size, some old ones kept. Owner and group, or the new file would be root's."""
+    """Rotates the log by size on macOS. Without an owner and group, the new log file would belong to root."""
     fields = (str(service.log), f"{service.user}:{service.group}", "600", str(_N_LOGS), str(_LOG_KB), "*", "N")
-    head = "# logfilename owner:group mode count size(kB) when flags; N: no process is told, the server looks itself"
+    head = "# logfilename owner:group mode count size(kB) when flags; N: no signal, the server notices the rotation"
     return f"{head}\n{' '.join(fields)}\n"
 
 
 def systemd_unit(service: Service) -> str:
-    """A system unit, hardened, or a user unit. Its log goes to the journal."""
+    """A hardened system unit, or a user unit. systemd sends the server's log to the journal."""
     environ = [f"Environment={_quoted(f'{name}={value}')}" for name, value in service.environ.items()]
     lines = [
         "[Unit]",
         "Description=mlx-serve: MLX language models over the OpenAI HTTP API",
         "Wants=network-online.target" if service.system else "",
         "After=network-online.target" if service.system else "",
-        "# Three failed starts in five minutes are no accident: stay down, so that somebody looks.",
+        "# After three failed starts in five minutes the service stays down, so that an operator looks at it.",
         "StartLimitIntervalSec=300",
         "StartLimitBurst=3",
         "",
@@ -113,7 +115,7 @@ def systemd_unit(service: Service) -> str:
         *([f"User={service.user}", f"Group={service.group}"] if service.system else []),
         "Restart=on-failure",
         f"RestartSec={_RESTART_S}",
-        "# Longer than --drain-timeout. The main process alone gets SIGTERM: it ends the others.",
+        "# Longer than --drain-timeout. Only the main process gets SIGTERM; it ends the others.",
         f"TimeoutStopSec={service.stop_s}",
         "KillMode=mixed",
         f"LimitNOFILE={service.n_files}",
@@ -127,10 +129,10 @@ def systemd_unit(service: Service) -> str:
 
 
 def _hardening(service: Service) -> Sequence[str]:
-    # "-": a folder that is not there is no reason not to start.
+    # "-": the service also starts if the folder does not exist.
     writable = [_quoted(f"-{folder}") for folder in (service.home / ".cache", *service.writable)]
     return (
-        "# It reads models and writes to caches; nothing else of the machine is its business.",
+        "# The server reads models and writes to caches. It needs no other access to the machine.",
         "NoNewPrivileges=yes",
         "CapabilityBoundingSet=",
         "AmbientCapabilities=",
@@ -155,13 +157,13 @@ def _hardening(service: Service) -> Sequence[str]:
         "SystemCallFilter=@system-service",
         "SystemCallErrorNumber=EPERM",
         "UMask=0027",
-        "# Without a GPU. With one (CUDA) leave this out.",
+        "# Remove the next line if the server uses a GPU (CUDA).",
         "PrivateDevices=yes",
     )
 
 
 def _quoted(word: str) -> str:
-    """A word of a systemd command line: its own quoting, with % and $ doubled, which it would else expand."""
+    """Quotes a word for a systemd command line. systemd would expand single % and $, so both are doubled."""
     escaped = word.replace("%", "%%").replace("$", "$$")
     if _PLAIN.fullmatch(word):
         return escaped
