@@ -73,7 +73,7 @@ def _watch(ours: socket.socket, _theirs: socket.socket, stop: threading.Event, h
         elif had_terminal and not _has_terminal():
             stop.set()
         else:
-            _log.warning("SIGHUP changes nothing: settings, keys and certificates are read at the start alone")
+            _log.warning("SIGHUP changes nothing: the server reads settings, keys and certificates only when it starts")
 
 
 def _has_terminal() -> bool:

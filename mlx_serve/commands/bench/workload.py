@@ -41,7 +41,10 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadShape:
-    """The number and lengths of requests. Lengths vary uniformly by ``range_ratio``: from (1 - r) to (1 + r)."""
+    """The number and lengths of requests.
+
+    With a ``range_ratio`` r lengths are uniform from (1 - r) to (1 + r) times these.
+    """
 
     seed: int
     n_requests: int

@@ -1,12 +1,12 @@
 """Reads tool calls written as JSON, with keys in any order: {"name": "f", "arguments": {...}}. Knows no markers.
 
-    _between --"{"--> _key --:--> _name_value or _any_value ---> _after_value
-                       ^                                            |  |
-                       +------------------- "," --------------------+  +--"}"--> _end_call, then _between
+    _between ---> _begin --"{"--> _key --":"--> _name_value or _any_value ---> _after_value
+                                   ^                                             |  |
+                                   +-------------------- "," --------------------+  +--last "}"--> _between
 
-Each name is a step (see readers.CallReader). Any text that a step does not expect leads to ``_fail``. A call is sent as
-soon as its name is known and its arguments begin as an object. From then on it stays a call: an error after that ends
-it, an error before that makes its text part of the answer.
+Each name is a step (see readers.CallReader). A call is sent as soon as its name is known and its arguments begin as an
+object. Text that a step does not expect leads to ``_fail``: a call that was sent ends there, and the text of a call
+that was not sent belongs to the answer.
 """
 
 from __future__ import annotations
