@@ -1,4 +1,4 @@
-"""Which models a request may name, and where they lie. Touches the file system, never MLX.
+"""Which models a request may name, and their directories. Touches the file system, never MLX.
 
 A client can only reach what the operator named: the models of the command line and the configuration file and their
 aliases, the directories below the model directories, or, when neither was given, what the operator has already
@@ -22,7 +22,7 @@ from mlx_serve.values import ApiError
 
 # mlx_lm.server's name for "the model of the command line".
 DEFAULT_NAME = "default_model"
-# Of the names that an operator gives, and of those that a pattern takes.
+# The longest name that an operator may give or that a pattern may match.
 MAX_NAME_CHARS = 256
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
@@ -30,11 +30,11 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_s
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """A model that can be served. ``created``: seconds since the epoch. None: its config.json does not say.
+    """A model that can be served. ``created``: seconds since the epoch. None: config.json has no such value.
 
-    ``base`` names the model that an adapter is on, when both are served. The rest is the operator's, for this model
-    alone: a chat template instead of the tokenizer's, arguments for it, a cap on prompt plus output tokens, and what a
-    request gets when it does not say (by the names of ``values.Sampling``).
+    ``base`` names the model that an adapter extends, when both are served. The other fields are the operator's settings
+    for this model: a chat template that replaces the tokenizer's, its arguments, a cap on prompt plus output tokens,
+    and the defaults of requests (by the names of ``values.Sampling``).
     """
 
     name: str
@@ -51,15 +51,15 @@ class ModelEntry:
 
 
 class NotAModelError(Exception):
-    """A directory that holds no model; the text is one line that says what is missing."""
+    """The directory holds no model. The text is one line that says what is missing."""
 
 
 class UnknownTypeError(NotAModelError):
-    """A directory that holds a model which mlx-lm has no code for, such as a BERT embedder."""
+    """The directory holds a model that mlx-lm has no code for, such as a BERT embedder."""
 
 
 def read_entry(name: str, path: Path, adapter_path: Path | None = None) -> ModelEntry:
-    """Look into a model directory. Raises NotAModelError when something is missing or unreadable."""
+    """Read a model directory. Raises NotAModelError when something is missing or unreadable."""
     if not path.is_dir():
         raise NotAModelError(f"{path} is not a directory")
     config = _read_config(path)
@@ -74,9 +74,9 @@ def read_entry(name: str, path: Path, adapter_path: Path | None = None) -> Model
 
 
 def context_limit(entry: ModelEntry, max_model_len: int | None) -> int | None:
-    """What prompt and output together may come to, in tokens; ``max_model_len`` is the server's cap. None: nobody says.
+    """The most tokens of prompt and output together. ``max_model_len``: the server's cap. None: no limit is known.
 
-    A model's own cap takes the place of the server's.
+    A model's own cap replaces the server's.
     """
     cap = max_model_len if entry.max_model_len is None else entry.max_model_len
     return min((limit for limit in (entry.context_tokens, cap) if limit is not None), default=None)
@@ -98,10 +98,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 class Catalog:
-    """``default`` answers to ``names`` too, and ``roots`` are the model directories.
+    """The models that requests can name. ``default`` is also found by ``names``; ``roots`` are the model directories.
 
-    ``models`` are the operator's further models. ``short_names`` and ``aliases`` lead to the name of a model; a listing
-    has the aliases, but for those that are patterns (a "*" stands for any text). An exact name wins over patterns, a
+    ``models`` are the operator's further models. ``short_names`` and ``aliases`` map to the name of a model. Listings
+    contain the aliases, except patterns (a "*" matches any text). An exact name takes precedence over patterns, and a
     longer pattern over a shorter one.
     """
 
@@ -133,7 +133,7 @@ class Catalog:
         return self.look_up(name)[1]
 
     def look_up(self, name: str | None) -> tuple[str, ModelEntry]:
-        """As ``find``, with the public name of what was found: the alias, if it was one, else the model's name."""
+        """Like ``find``, with the public name of the result: the alias if the request used one, else the model's."""
         if name is None and self.default is not None:
             return self.default.name, self.default
         if name and name in self._aliases:
@@ -146,12 +146,12 @@ class Catalog:
         raise _not_found(name)
 
     def models(self) -> list[ModelEntry]:
-        """The operator's own: those that were named one by one, the default first."""
+        """The models that the operator named one by one, the default first."""
         return list(self._models.values())
 
     def entries(self) -> list[ModelEntry]:
         """All models that could be served, the default first, each name once."""
-        # The first place with a name hides the others, whatever is in it: requests get that one.
+        # The first place with a name hides later ones, even if it is unusable, because requests get the first one.
         places: dict[str, ModelPlace] = {}
         for place in self._places():
             places.setdefault(place.name, place)
@@ -165,14 +165,14 @@ class Catalog:
             yield from in_hub_cache()
 
     def listing(self) -> list[tuple[str, ModelEntry]]:
-        """Public names and what they lead to: the models, and then the aliases whose models are there."""
+        """Public names with their models: the models first, then the aliases whose models exist."""
         models = {entry.name: entry for entry in self.entries()}
         aliases = [(name, models[model]) for name, model in self._aliases.items() if model in models]
-        # An alias hides a directory of its name.
+        # An alias hides a directory with the same name.
         return [(name, entry) for name, entry in models.items() if name not in self._aliases] + aliases
 
     def _model(self, name: str) -> ModelEntry:
-        """What an alias leads to; it may have been below a model directory, and be gone."""
+        """The model of an alias. It may have been below a model directory and be gone now."""
         entry = self._find_exactly(name)
         if entry is None:
             raise _not_found(name)
@@ -197,9 +197,9 @@ class Catalog:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern with at least one "*" takes a name; each part is looked for once, from left to right.
+    """Whether a name matches a pattern with at least one "*". Each part is searched once, from left to right.
 
-    Not a regular expression: several "*" would make one backtrack, for as long as a client likes.
+    This is not a regular expression: with several "*" a client could make one backtrack without end.
     """
     first, *middle, last = pattern.split("*")
     if not name.startswith(first) or not name.endswith(last):
@@ -214,9 +214,9 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _is_spelled_so(path: Path, n_parts: int) -> bool:
-    """Whether the last parts of a path that exists are written as on disk.
+    """Whether the last parts of an existing path are spelled as on disk.
 
-    A Mac's file system opens "QWEN" for "Qwen": each way to write a name would be one more model in memory.
+    macOS opens "QWEN" for "Qwen". Without this check, each spelling of a name would load one more model.
     """
     ends = [path, *path.parents][:n_parts]
     return all(end.name in os.listdir(end.parent) for end in ends)
@@ -228,7 +228,7 @@ def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
     except UnknownTypeError:
         raise _not_found(name) from None
     except NotAModelError:
-        # Its text names the operator's paths: not for clients. Starting with --model on it tells the operator.
+        # The error's text has the operator's paths, so clients do not get it. ``--model`` on the directory shows it.
         raise ApiError(
             500, "The model's directory is incomplete or damaged.", type="server_error", param="model"
         ) from None
@@ -236,12 +236,12 @@ def _entry_or_refuse(name: str, path: Path) -> ModelEntry:
 
 def _find_in_hub_cache(name: str) -> ModelEntry | None:
     path = hub_path(name)
-    # Laid out as models--OWNER--NAME/snapshots/COMMIT.
+    # The cache's layout is models--OWNER--NAME/snapshots/COMMIT.
     return _entry_or_refuse(name, path) if path is not None and _is_spelled_so(path.parents[1], 1) else None
 
 
 def _readable(name: str, path: Path) -> Iterator[ModelEntry]:
-    # A listing leaves out what is no language model; asking for it by name says why.
+    # Listings leave out directories without a language model. A request that names one gets the reason.
     try:
         yield _loadable(name, path)
     except NotAModelError:
@@ -249,7 +249,7 @@ def _readable(name: str, path: Path) -> Iterator[ModelEntry]:
 
 
 def _loadable(name: str, path: Path) -> ModelEntry:
-    """What a client may name. Raises NotAModelError; a model that the operator names is told of when it is loaded."""
+    """The entry of a model that a client may name. Raises NotAModelError."""
     entry = read_entry(name, path)
     if fault := architecture_fault(_read_config(path)):
         raise UnknownTypeError(f"{path} cannot be loaded: {fault}")
@@ -262,6 +262,6 @@ def _not_found(name: str | None) -> ApiError:
 
 
 def _unknown(name: str) -> str:
-    # Echoed only when it is harmless: routers act on some words in error messages.
+    # A name is echoed only if it is harmless: routers act on some words in error messages.
     shown = f" '{name}'" if len(name) <= 128 and re.fullmatch(r"[\w./:+@-]+", name, re.ASCII) else ""
     return f"The model{shown} does not exist on this server; GET /v1/models lists those that do."

@@ -1,8 +1,8 @@
-"""An exception as one short line, for logs and start-up errors, and what a foreign library's fault may look like."""
+"""An exception as one short line, for logs and start-up errors; and a test for the failures of foreign libraries."""
 
 
 def is_fault(error: BaseException) -> bool:
-    """Whether foreign code failed, and not somebody ends the thread or the process.
+    """Whether the exception is a failure of foreign code, rather than a request to end the thread or the process.
 
     A panic in a library written in Rust (tokenizers, llguidance) is a BaseException of pyo3's, whose class has a name
     and cannot be imported.
@@ -11,7 +11,7 @@ def is_fault(error: BaseException) -> bool:
 
 
 def one_line(error: object) -> str:
-    """The first line of its text, with what a colon at its end announces; its type when that has no meaning alone."""
+    """The first line of the error's text; all lines if the first ends with a colon. Its type if the text says little."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines:
         return type(error).__name__

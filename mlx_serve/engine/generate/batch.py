@@ -2,9 +2,9 @@
 
     insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in the generator --> kept prefix
 
-Prompts are prefilled here, each alone: BatchGenerator pads those that it prefills together to the longest of them. It
-gets a sequence with its cache and the prompt's last token. All that the project knows of it is in this module; what
-cannot be batched runs in single.py.
+Each prompt is prefilled alone here, because BatchGenerator pads prompts that it prefills together to the longest one.
+BatchGenerator then gets the sequence with its cache and the prompt's last token. Only this module knows
+BatchGenerator. Models that cannot be batched run in single.py.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from mlx_serve.engine.generate.sequence import RunningSequence
 from mlx_serve.engine.generate.token_choice import Loaded, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
-# What another's prefill must give more than what is there already, to be waited for.
+# A prompt waits for another prompt's prefill only if it gains so many tokens over what it can reuse now.
 _MIN_SHARED = 32
-# By so much a step may grow to end a prompt: its rest would take another pass through the model.
+# A step may exceed its size by so many tokens to finish a prompt. The rest would need another pass through the model.
 _STRETCH = 1.25
-# How far from the end of a prompt its last turn may begin: the opening of the answer, with its reasoning, lies behind.
+# The last turn may begin so far from the prompt's end. The opening of the answer, with its reasoning, follows it.
 _TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Limits of the running batch, as mlx_lm.server's flags of the same names have them."""
+    """Limits of the running batch, with the meaning of mlx_lm.server's flags of the same names."""
 
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
@@ -51,8 +51,8 @@ class BatchOptions:
 class BatchBackend(LoadedBackend):
     """Jobs join and leave the batch between any two steps.
 
-    A step's prompt tokens go to the prompt that came first, and those of every other step to the one that is soonest
-    done: a long one goes on beside short ones, and holds none of them up.
+    The prompt tokens of every other step go to the prompt with the fewest tokens left, those of the others to the
+    oldest prompt. So a long prompt advances beside short ones and delays none of them.
     """
 
     def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
@@ -60,10 +60,10 @@ class BatchBackend(LoadedBackend):
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
         super().__init__(loaded)
-        # In the order in which they came.
+        # Prompts, in the order of their arrival.
         self._prompts: list[RunningSequence] = []
         self._is_first_s_turn = False
-        # They wait for the next step that decodes.
+        # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[int, RunningSequence] = {}
         self._scoring: list[Scoring] = []
@@ -74,24 +74,24 @@ class BatchBackend(LoadedBackend):
         self._generator = BatchGenerator(
             loaded.model,
             completion_batch_size=options.decode_concurrency,
-            # All that are prefilled join the others at once.
+            # All prefilled sequences join the batch at once.
             prefill_batch_size=options.decode_concurrency,
         )
 
     @property
     def n_decoding(self) -> int:
-        """Jobs whose prompts are done, but for those that wait for a step that decodes."""
+        """Jobs whose prompts are done, without those that wait for a step that decodes."""
         return len(self._decoding)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """A batch's caches are as long as the longest of them. Of what is embedded there is one cache at a time."""
+        """All caches of a batch are padded to the longest one. Embedding has one cache at a time."""
         in_batch = [len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs if job.inputs is None]
         embedded = [len(job.prompt.tokens) for job in jobs if job.inputs is not None]
         n_bytes = len(in_batch) * self._loaded.kv_size.bytes(max(in_batch, default=0))
         return n_bytes + (self._loaded.kv_size.bytes(max(embedded)) if embedded else 0)
 
     def insert(self, job: Job) -> None:
-        """Check the job; the next step may begin with it. Raises ApiError 400."""
+        """Check the job and queue its prompt for the next steps. Raises ApiError 400."""
         if job.inputs is not None:
             self._embedding.append(self._embedder.start(job))
             return
@@ -102,7 +102,7 @@ class BatchBackend(LoadedBackend):
             self._prompts.append(RunningSequence(choice, as_ids(job.prompt.tokens)))
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Take jobs out of the batch. What was computed for them is kept, if others could use it."""
+        """Take jobs out of the batch. Their computed prefixes are kept if other jobs could use them."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         for waiting in (self._prompts, self._prefilled):
@@ -110,7 +110,7 @@ class BatchBackend(LoadedBackend):
                 waiting.remove(sequence)
                 if sequence.cache is not None and self._loaded.trimmable:
                     self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache, sequence.scope)
-                # Those that it was compared with know of it until they begin.
+                # Waiting prompts keep a reference to this sequence until they start.
                 sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
@@ -143,7 +143,7 @@ class BatchBackend(LoadedBackend):
                 sequence.choice.constraint.give_up()
 
     def close(self) -> None:
-        """Restore what the generator set of the device."""
+        """Restore the device settings that the generator changed."""
         self._generator.close()
 
     # Prompts.
@@ -156,20 +156,20 @@ class BatchBackend(LoadedBackend):
             n_tokens -= self._feed(ready[0], n_tokens, events)
         while ready := self._ready():
             soonest = _soonest(ready)
-            # Little of a prompt takes a pass through the model as much does.
+            # Each part of a prompt costs a full pass through the model, however small it is.
             if n_tokens < min(soonest.n_left, least):
                 break
             n_tokens -= self._feed(soonest, n_tokens, events)
         return events
 
     def _ready(self) -> list[RunningSequence]:
-        """The prompts that can go on: those that have begun, and those that no other's prefill would help."""
+        """The prompts that can advance: those that have begun, and those that gain nothing by waiting."""
         begun = [prompt for prompt in self._prompts if prompt.cache is not None]
         may_begin = len(begun) < self._max_prefilling
         return [p for p in self._prompts if p.cache is not None or (may_begin and not self._waits(p, begun))]
 
     def _waits(self, prompt: RunningSequence, begun: Sequence[RunningSequence]) -> bool:
-        """Whether a prompt had better wait for another one; looks for what is there for it already."""
+        """Whether a prompt should wait for another one. Also records what it could reuse now."""
         trimmable = self._loaded.trimmable
         prompt.donor, prompt.n_done = self._best_source(prompt, [*begun, *self._prefilled, *self._decoding.values()])
         to_come = max((other.will_give(prompt.common(other), trimmable=trimmable) for other in begun), default=0)
@@ -178,7 +178,7 @@ class BatchBackend(LoadedBackend):
     def _best_source(
         self, prompt: RunningSequence, donors: Sequence[RunningSequence]
     ) -> tuple[RunningSequence | None, int]:
-        """Where the longest prefix of a prompt is to be had now: of a running sequence, or (None) of the kept ones."""
+        """The source of a prompt's longest reusable prefix: a running sequence, or None for the kept prefixes."""
         cache = self._loaded.prefix_cache
         if prompt.cache_version != cache.version:
             prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids, prompt.scope)
@@ -192,7 +192,7 @@ class BatchBackend(LoadedBackend):
         return best, best_n
 
     def _feed(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
-        """Up to ``n_tokens`` more of a prompt; gives how many it were. A prompt that fails leaves, alone."""
+        """Run up to ``n_tokens`` of a prompt and return how many ran. A failure removes this prompt alone."""
         job = prompt.choice.job
         n_fed = self.attempt(job, lambda: self._advance(prompt, n_tokens, events))
         if not isinstance(n_fed, Failed):
@@ -203,7 +203,7 @@ class BatchBackend(LoadedBackend):
         return 0
 
     def _advance(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
-        """Up to ``n_tokens`` more of a prompt; gives how many it were. Its last token is left for the generator."""
+        """Run up to ``n_tokens`` of a prompt and return how many ran. The last token is left for the generator."""
         cache = prompt.cache
         if cache is None:
             cache = self._begin(prompt)
@@ -226,34 +226,34 @@ class BatchBackend(LoadedBackend):
         return n
 
     def _begin(self, prompt: RunningSequence) -> list[Any]:
-        """Give a prompt its cache, with what is there of it already."""
+        """Give a prompt its cache, with the prefix that it can reuse."""
         cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
         if cache is None:
             cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids, prompt.scope)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
-        # What has ended is not to be held by what it was once compared with.
+        # Drop the reference to the donor, so that an ended sequence is freed.
         prompt.donor = None
         prompt.in_common.clear()
         prompt.marks = self._marks(prompt)
         return cache
 
     def _share(self, donor: RunningSequence, n_tokens: int) -> list[Any] | None:
-        """A copy of the first tokens of a running sequence's cache; None when that is not what it should be."""
+        """A copy of the first tokens of a running sequence's cache; None when its length is not as expected."""
         cache, n_held = donor.cache, donor.n_done
         if cache is None:
             cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
             n_held = len(held)
-        # The donor's own, while it is prefilled or has not decoded yet. The arrays are shared until one side writes.
+        # Until the donor decodes, its cache is its own. The copy shares the arrays until one of the two writes.
         shared = copy.deepcopy(cache)
         cut_back(shared, n_held - n_tokens)
         return shared if is_whole(shared, n_tokens) else None
 
     def _marks(self, prompt: RunningSequence) -> list[int]:
-        """Where to keep a copy on the way, of caches that cannot be cut back later.
+        """The positions at which to keep a copy of a cache that cannot be trimmed later.
 
-        Where others that wait go another way, where what was kept before did, and where the last turn begins.
+        They are where waiting prompts diverge, where kept prefixes diverge, and where the last turn begins.
         """
         if self._loaded.trimmable:
             return []
@@ -269,7 +269,7 @@ class BatchBackend(LoadedBackend):
         tail = range(max(0, len(ids) - _TAIL), len(ids))
         return next((i for i in tail if int(ids[i]) in controls), 0)
 
-    # Going on.
+    # Decoding, scoring and embedding.
 
     def _decode(self) -> list[tuple[Job, Event]]:
         for sequence in self._prefilled:
@@ -285,7 +285,7 @@ class BatchBackend(LoadedBackend):
         return [self._event(response) for response in responses]
 
     def _join(self, sequence: RunningSequence) -> None:
-        """Hand a sequence to the generator: its cache holds all of the prompt but the last token."""
+        """Hand a sequence to the generator. Its cache holds all of the prompt but the last token."""
         choice = sequence.choice
         tokens = list(choice.job.prompt.tokens)
         (sequence.uid,) = self._generator.insert(
@@ -301,12 +301,12 @@ class BatchBackend(LoadedBackend):
         self._decoding[sequence.uid] = sequence
 
     def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
-        """Score some of a prompt; hand it on when it is done."""
+        """Score part of a prompt. A finished prompt goes to the generator."""
         scoring = self._scoring[0]
         job = scoring.choice.job
         started_s = time.perf_counter()
         n_scored = self.attempt(job, lambda: scoring.step(n_tokens))
-        # Its speed is not a prefill's: logits are computed too.
+        # Scoring also computes logits, so its speed is not noted as a prefill's.
         self._budget.note(0, time.perf_counter() - started_s)
         if isinstance(n_scored, Failed):
             self._scoring.pop(0)
@@ -320,9 +320,9 @@ class BatchBackend(LoadedBackend):
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
-        """Some of an input; after its end it is the next job's turn, so that a short list does not wait for long ones.
+        """Run part of an input. The jobs take turns, an input at a time, so short lists do not wait for long ones.
 
-        But never before: each input on its way has a KV cache.
+        A turn never ends within an input, because each unfinished input holds a KV cache.
         """
         embedding = self._embedding[0]
         started_s = time.perf_counter()
@@ -330,7 +330,7 @@ class BatchBackend(LoadedBackend):
         if isinstance(events, Failed):
             self._embedding.popleft()
             return [(embedding.job, events)]
-        # What was not cut short here tells more about the overhead than about the speed.
+        # A chunk that ended before its limit shows the overhead rather than the speed.
         n_noted = n_tokens if embedding.n_taken == n_tokens else 0
         self._budget.note(n_noted, time.perf_counter() - started_s)
         if any(map(is_last, events)):
@@ -341,7 +341,7 @@ class BatchBackend(LoadedBackend):
 
     def _event(self, response: Any) -> tuple[Job, Event]:
         sequence = self._decoding[response.uid]
-        # The first of its steps took the prompt's last token.
+        # The sequence's first step took the prompt's last token.
         sequence.n_done = len(sequence.ids)
         choice = sequence.choice
         event = choice.event(response.token, response.finish_reason)
@@ -354,5 +354,5 @@ class BatchBackend(LoadedBackend):
 
 
 def _soonest(prompts: Iterable[RunningSequence]) -> RunningSequence:
-    """The one with the fewest tokens left; of several, the first."""
+    """The prompt with the fewest tokens left; of equals, the first."""
     return min(prompts, key=lambda prompt: prompt.n_left)

@@ -1,8 +1,7 @@
-"""What a job's next token may be: a grammar's masks, where the grammar takes hold, and when the end may come.
+"""Which tokens may come next in a job: the grammar's masks, where the grammar applies, and when the end may come.
 
-Masks are numpy arrays of booleans: nothing here knows MLX, text or HTTP. A matcher of llguidance (``grammars.py``)
-raises nothing for what a client brings about (too complex a grammar, say): it turns into an error that is kept, and
-that fails one job alone.
+Masks are numpy arrays of booleans. Knows no MLX, text or HTTP. A matcher of llguidance (``grammars.py``) does not raise
+for faults of a client's grammar (such as too much complexity). It keeps the error, which then fails that job alone.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from mlx_serve.values import Sampling
 
 Mask: TypeAlias = NDArray[np.bool_]
 
-# CPU time that one job's grammar may take of the thread that all jobs share: for its masks so far, and for one of them.
-# CPU time and not wall time, which other processes of a busy machine take too. llguidance's own limits end most masks
-# sooner; ordinary schemas need 0.01 to 1 ms a token.
+# The CPU time that one job's grammar may take on the shared MLX thread: for all its masks so far, and for one mask. CPU
+# time is used because wall time includes other processes. llguidance's own limits end most masks sooner; ordinary
+# schemas need 0.01 to 1 ms a token.
 _BUDGET_S = 0.5
 _BUDGET_PER_TOKEN_S = 0.01
 _MASK_S = 0.25
 
 
 class Constraint:
-    """What one job's next token may be.
+    """The tokens that may come next in one job.
 
-    ``fault``: why its grammar failed; the token at ``fault_at`` of the output, and all later ones, are not masked.
-    ``judges_time``: a grammar that takes too long fails by itself; else somebody asks ``is_late`` and calls
-    ``give_up``, for the clocks of several ranks do not agree.
+    ``fault``: why its grammar failed. The output is not masked from token ``fault_at`` on. ``judges_time``: a grammar
+    that takes too long fails by itself. With several ranks the clocks differ, so rank 0 asks ``is_late`` and all ranks
+    call ``give_up``.
 
         waiting --until--> begin --a token of the grammar--> inside
            ^                 | \\
@@ -55,16 +54,16 @@ class Constraint:
 
     @property
     def follows_tokens(self) -> bool:
-        """Whether it has to be told each token; else their number is enough."""
+        """Whether ``take`` must get each token. Otherwise the number of tokens is enough."""
         return self._matcher is not None and not self.fault
 
     @property
     def is_late(self) -> bool:
-        """Whether the grammar has taken more CPU time than it may, and has not failed yet."""
+        """Whether the grammar has used up its CPU time and has not failed yet."""
         return not self.fault and (self._longest_s > _MASK_S or self._spent_s > self._budget_s)
 
     def give_up(self) -> None:
-        """Fail the grammar for the time it takes."""
+        """Fail the grammar because it takes too long."""
         if not self.fault:
             self._fail(
                 f"it takes too long: {self._spent_s:.2f} s of CPU time for {len(self.taken)} tokens, of which "
@@ -72,14 +71,14 @@ class Constraint:
             )
 
     def restart(self) -> None:
-        """Forget all tokens: a draft was thrown away."""
+        """Forget all tokens, because a draft was rejected."""
         self.taken.clear()
         self._place = self._first_place()
         if self._matcher is not None:
             self._matcher.reset()
 
     def take(self, token: int) -> None:
-        """The output goes on with ``token``."""
+        """Advance past ``token``, the next one of the output."""
         self.taken.append(token)
         if self._place == "waiting":
             self._wait(token)
@@ -95,7 +94,7 @@ class Constraint:
             self._charge(started_s)
 
     def allowed(self, n_output: int, width: int) -> Mask | None:
-        """The tokens that may follow ``n_output`` ones, of ``width`` there are; None: all of them."""
+        """The tokens that may follow the first ``n_output``, in a vocabulary of ``width``; None: all tokens."""
         may_end = not self._sampling.ignore_eos and n_output >= self._sampling.min_tokens
         if self._place == "outside":
             return None if may_end else self._all_but_ends(width)
@@ -109,7 +108,7 @@ class Constraint:
         return _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self.taken)
 
     def _charge(self, started_s: float) -> None:
-        """Count what this thread has computed since then for the grammar."""
+        """Charge this thread's CPU time since ``started_s`` to the grammar."""
         spent_s = time.thread_time() - started_s
         self._spent_s += spent_s
         self._longest_s = max(self._longest_s, spent_s)
@@ -129,7 +128,7 @@ class Constraint:
     def _of_waiting(self, width: int) -> Mask:
         *begun, last = self._gate.until
         if len(begun) > 1 and self.taken[-len(begun) :] == begun:
-            # gpt-oss may put more into the header of its final message; then the marker would never come.
+            # gpt-oss may extend the header of its final message; the marker would then never appear.
             mask = np.zeros(width, dtype=np.bool_)
             mask[_below([last], width)] = True
             return mask
@@ -147,7 +146,7 @@ class Constraint:
         if self._matcher.is_error():
             self._fail()
             return None
-        # Ids past the tokenizer's are padding of the model's output.
+        # Ids beyond the tokenizer's are padding of the model's output layer.
         mask = np.zeros(width, dtype=np.bool_)
         known = np.unpackbits(bits, bitorder="little")[:width]
         mask[: len(known)] = known
@@ -161,7 +160,7 @@ class Constraint:
         return mask
 
     def _put_off_end(self, allowed: Mask) -> Mask:
-        """Where the grammar is at its end, the end comes all the same."""
+        """Mask the end tokens, unless the grammar allows nothing else."""
         longer = allowed & self._all_but_ends(len(allowed))
         return longer if longer.any() else allowed
 

@@ -1,6 +1,6 @@
-"""Texts into vectors: the model's last hidden states, pooled. No logits are computed, and no text is generated.
+"""Turns texts into vectors: the model's last hidden states, pooled. Computes no logits and generates no text.
 
-An input is run alone and in chunks, as a prompt is; its KV cache goes when it is done. Lives on the worker thread.
+Each input runs alone and in chunks, like a prompt. Its KV cache is dropped when it is done. Worker thread.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mlx_serve.values import ApiError, Embedded, Event, Job, Started
 
 # mlx-lm's names for a model without its output layer.
 _TRUNKS = ("model", "transformer", "backbone")
-# Below this a vector has no direction.
+# A vector shorter than this has no direction.
 _LEAST_NORM = 1e-12
 
 
 class Embedder:
-    """What one model's vectors are made with."""
+    """Makes the vectors of one model."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.loaded = loaded
@@ -57,19 +57,19 @@ class Embedder:
 
     @cached_property
     def width(self) -> int:
-        """Numbers in a vector, from a computation that is described and not run. Raises ApiError 400."""
+        """The numbers in a vector, found by describing a computation without running it. Raises ApiError 400."""
         try:
             hidden = self.trunk(mx.array([[0]]), cache=make_prompt_cache(self.loaded.model))
         except TypeError as error:
             raise _no_embeddings("its hidden states can't be had by themselves") from error
-        # Some have their output layer in there.
+        # Some models have their output layer inside this part.
         if not isinstance(hidden, mx.array) or hidden.ndim != 3 or hidden.shape[-1] == self.loaded.vocab_size:
             raise _no_embeddings("mlx-lm does not give its hidden states")
         return int(hidden.shape[-1])
 
 
 class Embedding:
-    """One job's inputs on their way through the model. ``n_taken``: tokens of the last step."""
+    """The progress of one job's inputs. ``n_taken``: the tokens of the last step."""
 
     def __init__(self, job: Job, embedder: Embedder) -> None:
         assert job.inputs is not None
@@ -80,7 +80,7 @@ class Embedding:
         self._number = 0
         self._n_done = 0
         self._cache: list[Any] | None = None
-        # Float32: the mean of thousands of states would lose its last digits in what the model computes with.
+        # The sum is in float32: in the model's own type, a mean of thousands of states would lose precision.
         self._pooled = mx.zeros((embedder.width,))
 
     @property
@@ -89,7 +89,7 @@ class Embedding:
         return self._n_done == 0
 
     def step(self, n_tokens: int) -> list[Event]:
-        """Up to ``n_tokens`` more of an input; its vector, when that was all of it."""
+        """Run up to ``n_tokens`` of an input. Returns its vector when the input is done."""
         events: list[Event] = [Started(self.job.index, 0)] if self._number == self._n_done == 0 else []
         tokens = self._inputs.tokens[self._number]
         chunk = tokens[self._n_done : self._n_done + n_tokens]
@@ -114,7 +114,7 @@ class Embedding:
         mx.clear_cache()
 
     def _finish(self) -> bytes:
-        """The vector of the input that is done; the next one begins anew. A mean differs from a sum in length alone."""
+        """The vector of a finished input. The sum serves as the mean: they differ in length alone."""
         vector = np.array(self._pooled)[: self._inputs.dimensions]
         self._number, self._n_done, self._cache = self._number + 1, 0, None
         self._pooled = mx.zeros_like(self._pooled)

@@ -1,8 +1,8 @@
-"""A model's tokens as llguidance needs them, and the grammars that are compiled for them. Any thread.
+"""A model's tokens in llguidance's form, and the grammars that are compiled for them. Any thread.
 
-Knows no text of a request, no HTTP and no MLX; imports llguidance, which is an extra, when the first grammar comes.
-A program of its own (``api/grammar_child.py``) compiles each new grammar first, under limits of memory and CPU time.
-What passed there is compiled here again, with the same limits of llguidance.
+Knows no text of a request, no HTTP and no MLX. llguidance is an extra, imported when the first grammar comes. Another
+process (``api/grammar_child.py``) compiles each new grammar first, under limits of memory and CPU time. A grammar that
+compiled there is compiled here again, with the same llguidance limits.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from weakref import WeakSet
 
 from mlx_serve.values import ApiError, Grammar
 
-# llguidance's limits, lower than its own: a hostile grammar fails before it takes much memory (with 50,000 states one
-# took 7 GB) or much of a step. Ordinary schemas need 0.01 to 1 ms a token.
+# These limits are lower than llguidance's defaults. A hostile grammar fails before it takes much memory (one of 50,000
+# states took 7 GB) or much of a step. Ordinary schemas need 0.01 to 1 ms a token.
 _LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "initial_lexer_fuel": 300_000,
@@ -28,28 +28,28 @@ _LIMITS: dict[str, Any] = {
     "precompute_large_lexemes": False,
     "verbose_errors": False,
 }
-# Compiled grammars are kept for the next request up to the first bound. The second one counts those that running and
-# waiting requests hold too. An ordinary schema takes 0.1 MB, one with 1,500 properties 10 MB.
+# The first limit is for compiled grammars kept for later requests. The second also counts grammars that running and
+# waiting requests hold. An ordinary schema takes 0.1 MB, one with 1,500 properties 10 MB.
 MAX_KEPT_BYTES = 256 * 2**20
 MAX_HELD_BYTES = 2**30
 
 
 class TokenTable(Protocol):
-    """What a grammar's masks are made from."""
+    """The token data from which masks are made."""
 
     n_tokens: int
     eos_ids: frozenset[int]
-    # All control tokens by their id; and those that are never text, whether they have one or not.
+    # All control tokens by their id, and the token ids that never decode to text.
     controls: Mapping[int, str]
     special_ids: frozenset[int]
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to the text."""
+        """The bytes that a token adds to the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A model's tokens, as another process gets them: ``texts`` by id, and ids that are no text."""
+    """A model's tokens in a form for another process: ``texts`` by id, and the ids that are not text."""
 
     texts: tuple[bytes, ...]
     special_ids: tuple[int, ...]
@@ -57,10 +57,10 @@ class Tokens:
     n_ids: int
 
     def trie(self) -> Any:
-        """llguidance's form of them. Takes half a second for 50,000 tokens, with Python's lock held."""
+        """llguidance's form of the tokens. Takes half a second for 50,000 tokens, with the GIL held."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        # From bytes rather than from tokenizer.json: any tokenizer will do, and the lock is held for half as long.
+        # Made from bytes, not from tokenizer.json: this works for every tokenizer and holds the GIL half as long.
         return LLTokenizer(TokenizerWrapper(_Table(self)), n_vocab=self.n_ids, eos_token=list(self.eos_ids))
 
 
@@ -71,24 +71,24 @@ class _Table:
 
     def __init__(self, tokens: Tokens) -> None:
         self.eos_token_id = tokens.eos_ids[0]
-        # No grammar is spelled with them: "<think>" inside of a JSON string would not be text to whoever reads it.
+        # Grammars must not use control tokens: a "<think>" token in a JSON string would not be read as text.
         self.special_token_ids = tokens.special_ids
         self.tokens = tokens.texts
 
     def __call__(self, text: str | bytes) -> list[int]:
-        # llguidance tokenizes only text that a grammar forces, and all grammars turn that off (text/grammar.py).
+        # llguidance tokenizes only text that a grammar forces, and text/grammar.py turns forcing off.
         raise NotImplementedError("grammars here force no text")
 
 
 def compile_matcher(trie: Any, text: str) -> Any:
-    """A matcher at the start of a grammar. It raises nothing: ``get_error`` says what is wrong with the grammar."""
+    """A matcher at the start of a grammar. It does not raise: its ``get_error`` says what is wrong with the grammar."""
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(trie, text, log_level=0, limits=LLParserLimits(**_LIMITS))
 
 
 class _Compiled:
-    """A matcher that every job copies. A matcher must not be used by two threads at a time, not even to be copied."""
+    """A matcher that every job copies. Two threads must not use or copy a matcher at the same time."""
 
     def __init__(self, matcher: Any, n_bytes: int) -> None:
         self.n_bytes = n_bytes
@@ -101,12 +101,12 @@ class _Compiled:
 
 
 class Vocabulary:
-    """A model's tokens, and the grammars that were compiled for them; kept as long as the model's tokenizer."""
+    """A model's tokens and compiled grammars. It lives as long as the model's tokenizer."""
 
     _numbers = count()
 
     def __init__(self, tokens: TokenTable, vocab_size: int) -> None:
-        # What a process that has these tokens calls them.
+        # The name of these tokens in the process that compiles grammars.
         self.number = next(self._numbers)
         self._table = tokens
         self._vocab_size = max(vocab_size, tokens.n_tokens)
@@ -119,26 +119,26 @@ class Vocabulary:
         self._lock = Lock()
 
     def tokens(self) -> Tokens:
-        """The tokens for another process. Takes half a second for 50,000 of them, the first time."""
+        """The tokens for another process. The first call takes half a second for 50,000 tokens."""
         with self._trie_lock:
             return self._read_tokens()
 
     def prepare(self) -> Any:
-        """llguidance's form of the tokens, made when it is first asked for."""
+        """llguidance's form of the tokens, made on the first call."""
         with self._trie_lock:
             if self._trie is None:
                 self._trie = self._read_tokens().trie()
             return self._trie
 
     def kept(self, key: str) -> Grammar | None:
-        """The grammar that ``keep`` got with this key, if it is still kept."""
+        """The grammar that ``keep`` stored under this key, if it is still there."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
             return self._kept.get(key)
 
     def keep(self, key: str, text: str, n_bytes: int) -> Grammar:
-        """Compile a grammar that passed the child, where it took ``n_bytes``, and keep it for ``key``.
+        """Compile a grammar that the child has compiled in ``n_bytes``, and store it under ``key``.
 
         Raises ApiError: 400 when it does not compile, 503 when the grammars of waiting and running requests take too
         much memory.
@@ -163,7 +163,7 @@ class Vocabulary:
     def matcher(self, grammar: Grammar) -> Any:
         """A matcher at the grammar's start. Raises ApiError 400."""
         if not isinstance(grammar.compiled, _Compiled):
-            # Another rank's, which has no process that compiles: rank 0 had it compiled.
+            # This rank is not rank 0. It has no process that compiles: rank 0 had the grammar compiled.
             grammar = self.kept(grammar.text) or self.keep(grammar.text, grammar.text, grammar.n_bytes)
         assert isinstance(grammar.compiled, _Compiled)
         return grammar.compiled.copy()

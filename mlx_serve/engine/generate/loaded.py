@@ -1,4 +1,4 @@
-"""What the backends of a loaded model have in common: kept prefixes, and a step whose prefill is measured in time."""
+"""The common base of the backends: kept prefixes, and steps whose prefill is planned by time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# MLX's words for a buffer that can't be had, and for whatever else goes wrong while a pass is computed.
+# MLX raises these when it can't allocate a buffer, and for any other failure while a pass is computed.
 _OF_MLX = (MemoryError, RuntimeError)
 
 
 class LoadedBackend(Backend):
-    """A backend whose steps are planned first, so that all ranks can follow one plan. Lives on the worker thread."""
+    """A backend that plans each step before running it, so that all ranks can follow one plan. Worker thread."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -45,9 +45,9 @@ class LoadedBackend(Backend):
         self._loaded.prefix_cache.shrink(max_bytes)
 
     def attempt(self, job: Job, work: Callable[[], T]) -> T | Failed:
-        """What ``work`` gives, which runs the prompt of one job alone: when it raises, that job fails and no other.
+        """The result of ``work``, which runs one job's prompt. If it raises, that job alone fails.
 
-        With several ranks that holds only for what all of them raise alike; the rest goes on up, and ends them.
+        With several ranks this holds only for errors that all ranks raise alike. Other errors propagate and end them.
         """
         own = ALIKE if self._loaded.agree is not None else (*ALIKE, *_OF_MLX)
         try:
@@ -55,7 +55,7 @@ class LoadedBackend(Backend):
         except own as error:
             log.exception("a prompt could not be run through the model")
             if isinstance(error, _OF_MLX):
-                # Memory may be what was wanting.
+                # The error may be a lack of memory.
                 self.shrink_cache(0)
             return Failed(job.index, internal_error())
 
@@ -64,15 +64,15 @@ class LoadedBackend(Backend):
 
     @abstractmethod
     def plan_step(self, gap_s: float) -> StepPlan:
-        """What the next step does, judged by this rank's clock."""
+        """The plan of the next step, by this rank's clock."""
 
     @abstractmethod
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
-        """A step as planned. It depends on nothing else that ranks could see differently."""
+        """Run a planned step. It depends on nothing else that differs between ranks."""
 
     @abstractmethod
     def late(self) -> list[Job]:
-        """Jobs whose grammars have taken more time than they may."""
+        """Jobs whose grammars have used up their CPU time."""
 
     @abstractmethod
     def give_up(self, jobs: Collection[Job]) -> None:

@@ -1,6 +1,6 @@
-"""How a model's hidden states become one vector: what its directory says, in sentence-transformers' files.
+"""How a model's hidden states become one vector, read from the sentence-transformers files of its directory.
 
-Knows no MLX. Without such files it is the last token's state: of a causal model only that one has seen the whole text.
+Knows no MLX. Without such files it is the last token's state: in a causal model, only that token sees the whole text.
 https://sbert.net/docs/package_reference/sentence_transformer/modules.html
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 from mlx_serve.engine.model_directory import read_json
 from mlx_serve.values import ApiError
 
-# What the steps behind the model may be: vectors are always brought to length 1 here.
+# The steps that may follow the model. Normalizing needs no support, because vectors always have length 1 here.
 _STEPS = frozenset({"Transformer", "Pooling", "Normalize"})
 _MODES: Mapping[str, Literal["last", "mean"]] = {
     "pooling_mode_lasttoken": "last",
@@ -26,7 +26,7 @@ _MODES: Mapping[str, Literal["last", "mean"]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """``last``: the last token's state; ``mean``: all of them. ``fault``: why vectors would be wrong, or ""."""
+    """``last``: the last token's state; ``mean``: the mean of all. ``fault``: why vectors would be wrong, or ""."""
 
     mode: Literal["last", "mean"] = "last"
     fault: str = ""
@@ -36,14 +36,14 @@ LAST_TOKEN = Pooling()
 
 
 def too_many_dimensions(wanted: int, width: int) -> ApiError:
-    """A request for more numbers than the model's vectors have."""
+    """The error for a request of more dimensions than the model's vectors have."""
     return ApiError(
         400, f"Invalid value for 'dimensions': {wanted} is more than this model's {width}.", param="dimensions"
     )
 
 
 def read_pooling(path: Path) -> Pooling:
-    """What a model's directory says. What is wrong with it only concerns who asks for embeddings."""
+    """The pooling of a model directory. A fault in its files affects requests for embeddings only."""
     try:
         return _read(path)
     except (OSError, ValueError, LookupError, TypeError):
@@ -71,7 +71,7 @@ def _is_bidirectional(config: Mapping[str, Any]) -> bool:
 
 
 def _pooling(config: Mapping[str, Any]) -> Pooling:
-    # Newer versions have one field, older ones a switch for each mode, of which several may be on.
+    # Newer versions have one field. Older ones have a switch for each mode, and several may be on.
     found = config.get("pooling_mode")
     modes = [found] if found else [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
     if not modes:
