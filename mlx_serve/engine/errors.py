@@ -11,7 +11,7 @@ def is_fault(error: BaseException) -> bool:
 
 
 def one_line(error: object) -> str:
-    """The first line of the error's text; all lines if the first ends with a colon. Its type if the text says little."""
+    """The first line of the error's text, or all lines if the first ends with a colon. Its type if there is no text."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines:
         return type(error).__name__

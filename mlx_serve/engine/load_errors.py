@@ -1,4 +1,4 @@
-"""What can go wrong when a model is loaded: in full for the operator, without paths for clients."""
+"""Errors of loading a model: with all details for the operator, without paths for clients."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ log = logging.getLogger(__name__)
 
 
 class LoadError(Exception):
-    """A model that can't be loaded; the text is one line for the operator."""
+    """The model can't be loaded. The text is one line for the operator."""
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns whatever foreign code raises at a model's files into a LoadError that begins with ``what``.
+    """Converts any exception of foreign code that reads a model's files to a LoadError that begins with ``what``.
 
-    That can be anything. A head count of 0 is a ZeroDivisionError; one that is a text is an error of huggingface_hub's
-    own, which is nothing but an Exception; some tokenizer files are a panic in Rust. An ApiError and a LoadError say
-    already what is wrong, and EngineLost is not the files' doing.
+    Such code raises anything. A head count of 0 gives a ZeroDivisionError; a head count that is a string gives an error
+    of huggingface_hub, a plain Exception; some tokenizer files give a panic in Rust. ApiError and LoadError pass
+    through, because they already say what is wrong. So does EngineLost, which the files do not cause.
     """
     try:
         yield
@@ -38,7 +38,7 @@ def reading(what: str) -> Iterator[None]:
 
 @contextmanager
 def loading(entry: ModelEntry) -> Iterator[None]:
-    """The same as an ApiError for the clients who wait for the model; its cause is the LoadError."""
+    """Like ``reading``, but raises an ApiError for the clients who wait for the model. Its cause is the LoadError."""
     try:
         with reading(f"cannot load {entry.path}"):
             yield
@@ -54,7 +54,7 @@ def too_large(entry: ModelEntry, n_bytes: int) -> ApiError:
 
 
 def unloadable(entry: ModelEntry, error: LoadError) -> ApiError:
-    # The text names the operator's files: for the log, not for clients.
+    # The text names the operator's files, so it goes to the log and not to clients.
     log.error("%s", error)
     message = f"The model '{entry.name}' could not be loaded; the server's log says why."
     return ApiError(500, message, type="server_error", param="model")

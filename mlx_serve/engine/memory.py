@@ -1,11 +1,11 @@
-"""What may be in memory: weights, KV caches of running sequences, kept prefixes. Numbers only; nothing of MLX."""
+"""The memory budget: weights, KV caches of running sequences, kept prefixes. Only numbers; knows no MLX."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# What is left free of the whole for the rest: Python and its libraries, activations, request bodies.
+# The part of the total that stays free for Python and its libraries, activations and request bodies.
 RESERVE_BYTES = 1 << 30
 
 
@@ -20,21 +20,21 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """``total_bytes`` for everything, ``kv_bytes`` at most for KV caches, running and kept. None: no such bound.
+    """``total_bytes`` for everything, ``kv_bytes`` at most for KV caches, running and kept. None: no such limit.
 
-    ``least_kv_bytes`` are given to KV caches in any case: a total that nobody chose must not refuse what might go well.
+    KV caches always get ``least_kv_bytes``: a total that the operator did not choose must not refuse what might fit.
     """
 
     total_bytes: int | None = None
     kv_bytes: int | None = None
     max_models: int = 4
-    # mlx-lm copies a batch's caches when a sequence joins or leaves, all layers at once: for that moment they are
-    # there twice. 2 keeps the total even then.
+    # mlx-lm copies all layers of a batch's caches when a sequence joins or leaves, so they briefly exist twice. With 2
+    # the total holds even then.
     kv_copies: int = 1
     least_kv_bytes: int = 0
 
     def kv_limit(self, weights: Collection[int]) -> int | None:
-        """What is left for KV caches beside so many bytes of weights; below 0: they do not fit."""
+        """The bytes left for KV caches beside these weights; below 0: the weights do not fit."""
         if self.total_bytes is None:
             return self.kv_bytes
         left = max(self.least_kv_bytes, self.total_bytes - RESERVE_BYTES - sum(weights))
@@ -46,6 +46,6 @@ class MemoryBudget:
             return False
         if self.total_bytes is None:
             return True
-        # One alone may try when nobody set the bound.
+        # Without a limit set by the operator, a single model may always try.
         is_alone = len(weights) == 1 and self.least_kv_bytes > 0
         return is_alone or self.total_bytes - RESERVE_BYTES - sum(weights) > 0

@@ -1,6 +1,6 @@
-"""Reading what lies in a model directory: foreign files, which may be damaged, huge, or no files at all.
+"""Reads the files of a model directory. They come from others and may be damaged, huge, or not regular files.
 
-Opening a FIFO waits for a writer, for ever: everything here refuses what is not a regular file before it reads. Knows
+Opening a FIFO blocks until a writer comes. So all functions refuse anything but a regular file before they read. Knows
 no MLX, and not what the files mean.
 """
 
@@ -54,11 +54,11 @@ def parse_json(raw: bytes) -> Any:
 
 
 def check_files(directory: Path) -> None:
-    """See that a library that reads the directory finds files in it and nothing to wait at. Raises OSError."""
+    """Check that the directory holds only files and folders: a library could block on anything else. Raises OSError."""
     for path in _below(directory, depth=2):
         try:
             mode = path.stat().st_mode
-        except FileNotFoundError:  # a link whose file is gone: whoever needs it says so
+        except FileNotFoundError:  # a broken link: the code that needs the file reports it
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise _not_regular(path)

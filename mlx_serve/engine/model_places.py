@@ -1,4 +1,4 @@
-"""Where models lie on this machine, and the names by which a request can ask for them.
+"""The directories of models on this machine, and the names by which requests can ask for them.
 
 The server's catalog, ``mlx-serve models`` and ``doctor`` all list through this module, so that they agree. A name that
 no request can ask for has a ``fault``. Touches the file system, never MLX, and does not look into a model's files.
@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import scan_cache_dir, snapshot_download
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
-# What one part of a model's name may hold: no separator, no leading dot, so no way out of a directory.
+# The characters of one part of a model's name. No separator and no leading dot, so a name cannot leave its directory.
 _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]{0,127}")
 # Model directories are laid out as NAME or as OWNER/NAME, the hub's cache as OWNER/NAME alone.
 _MAX_PARTS = 2
@@ -22,7 +22,7 @@ _MAX_PARTS = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """A directory that may hold a model. ``fault``: why no request can ask for it; "" when one can."""
+    """A directory that may hold a model. ``fault``: why no request can name it; "" when one can."""
 
     name: str
     path: Path
@@ -30,7 +30,7 @@ class ModelPlace:
 
 
 def name_parts(name: str) -> list[str]:
-    """A name's parts; none when no model below a directory can have this name."""
+    """The parts of a name. Empty: no model below a directory can have this name."""
     parts = name.split("/")
     return parts if len(parts) <= _MAX_PARTS and all(_NAME_PART.fullmatch(part) for part in parts) else []
 
@@ -57,7 +57,7 @@ def in_hub_cache() -> Iterator[ModelPlace]:
 
 def hub_path(name: str) -> Path | None:
     """Where a repository's main revision lies in the Hugging Face cache; None: it is not there."""
-    # Not by scanning the cache: that looks at every file of every repository, and this is asked for each request.
+    # A scan of the cache would read every file of every repository, and this runs for each request.
     if not _is_repository_name(name):
         return None
     try:

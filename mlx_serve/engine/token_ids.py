@@ -1,4 +1,4 @@
-"""The bounds of token ids. MLX does not check indices: one outside of the vocabulary ends the process."""
+"""Checks token ids. MLX does not check indices: an id outside the vocabulary ends the process."""
 
 from __future__ import annotations
 

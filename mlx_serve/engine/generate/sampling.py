@@ -46,7 +46,7 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
 def make_processors(
     sampling: Sampling, constraint: Constraint | None = None, rows: ModelRows | None = None
 ) -> list[LogitsProcessor]:
-    """What a job's logits go through, in this order: log-probabilities are noted, then biased, the mask comes last."""
+    """A job's logits processors, in order: log-probabilities are noted, then the logits are biased, then masked."""
     repetition = sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else 0.0
     processors: list[LogitsProcessor] = make_logits_processors(
         dict(sampling.logit_bias) or None, repetition, sampling.repetition_context_size
@@ -63,9 +63,9 @@ def make_processors(
 
 
 class _Output:
-    """How much of the token context that mlx-lm gives to a processor is output: what has come since the first call.
+    """The output part of the token context that mlx-lm passes to a processor: the tokens since the first call.
 
-    Its context may begin anywhere in the prompt (a cached prefix is left out when a job runs alone).
+    The context may begin anywhere in the prompt (a job that runs alone has no cached prefix in it).
     """
 
     def __init__(self) -> None:
@@ -78,9 +78,9 @@ class _Output:
 
 
 class _OutputPenalties:
-    """OpenAI's presence and frequency penalties: taken off for having occurred, and for each occurrence.
+    """OpenAI's presence and frequency penalties: one for having occurred, and one for each occurrence, in the output.
 
-    mlx-lm's own look at the last tokens of prompt and output.
+    mlx-lm's own penalties count the last tokens of prompt and output.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -102,13 +102,13 @@ class _OutputPenalties:
 
 
 def _counts(output: mx.array, window: int | None, width: int) -> mx.array:
-    """How often each token is among the last ``window`` ones of ``output``; shape (width,)."""
+    """How often each token occurs in the last ``window`` tokens of ``output``; shape (width,)."""
     recent = output[-window:] if window else output
     return mx.zeros((width,)).at[recent].add(1.0)
 
 
 class _Allowed:
-    """Leaves some tokens and no others."""
+    """Allows some tokens and masks all others."""
 
     def __init__(self, ids: tuple[int, ...]) -> None:
         self._ids = mx.array(ids)
@@ -120,34 +120,34 @@ class _Allowed:
 
 
 class ModelRows:
-    """The model's own log-probabilities, noted before anything biases or masks them, for a job that reports them.
+    """The model's own log-probabilities, noted before biases and masks, for a job that reports them.
 
-    A processor. mlx-lm itself gives those that it sampled from, in the type of the model's numbers: near -9, two of 16
-    bits are 0.06 apart or equal.
+    A processor. mlx-lm reports the distribution that it sampled from, in the model's number type. With 16 bits,
+    neighbouring values near -9 are 0.06 apart.
     """
 
     def __init__(self) -> None:
         self._output = _Output()
-        # By position: a draft is judged after the tokens that it proposes.
+        # Keyed by position, because a draft is checked after the tokens that it proposes.
         self._rows: dict[int, mx.array] = {}
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
         self._rows[self._output(context).shape[0]] = logits
-        # An array of its own: mlx-lm's repetition penalty writes into the one that it gets.
+        # A copy, because mlx-lm's repetition penalty writes into the array that it gets.
         return logits[:]
 
     def take(self, position: int) -> mx.array:
-        """Those of a token of the output, shape (vocab,)."""
+        """The log-probabilities at a position of the output, shape (vocab,)."""
         logits = self._rows.pop(position)[0].astype(mx.float32)
         return logits - mx.logsumexp(logits)
 
 
 class _Masked:
-    """Leaves what a constraint allows.
+    """Masks the tokens that a constraint does not allow.
 
-    To tell a grammar the newest token, its value is waited for: such a job's row ends the overlap of this step's
-    Python with the last step's computation. Then the step's own computation is started, so that the mask is made
-    while the model runs. That is why it costs little on a GPU.
+    The grammar needs the newest token's value, so this waits for the last step's computation. Such a job ends the
+    overlap of Python with the GPU for its batch. This step's computation is then started before the mask is made, so
+    the mask is made while the model runs and costs little on a GPU.
     """
 
     def __init__(self, constraint: Constraint) -> None:
@@ -172,7 +172,7 @@ class _Masked:
             self._replay(output.tolist())  # type: ignore[arg-type]
 
     def _replay(self, output: list[int]) -> None:
-        # Only with a draft model, whose proposals were not all taken.
+        # This happens only with a draft model, when some of its proposals were rejected.
         if output != self._constraint.taken:
             self._constraint.restart()
             for token in output:
@@ -180,7 +180,7 @@ class _Masked:
 
 
 class _Draw:
-    """Filter, then draw. ``_keys`` gives the keys for the XTC coin and the draw; None: mlx's global random state."""
+    """Filter, then draw. ``_keys`` returns the keys for the XTC coin and the draw; None: mlx's global random state."""
 
     def __init__(
         self,
@@ -202,9 +202,9 @@ class _Draw:
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         coin_key, draw_key = self._keys()
-        # The order is mlx_lm.sample_utils.make_sampler's.
+        # The order is that of mlx_lm.sample_utils.make_sampler.
         if self._top_p < 1:
-            # As an array: mlx-lm's filters are compiled, and a plain number would be compiled anew for each value.
+            # An array, because mlx-lm's filters are compiled and would be compiled again for each plain number.
             logprobs = apply_top_p(logprobs, mx.array(self._top_p))
         if self._min_p > 0:
             floor = mx.max(logprobs, axis=-1, keepdims=True) + math.log(self._min_p)
@@ -221,8 +221,8 @@ class _Draw:
     def _apply_xtc(self, logprobs: mx.array, key: Any) -> mx.array:
         """Drop all tokens over the threshold but the least likely of them (exclude top choices).
 
-        mlx-lm's is compiled for each threshold, and tosses one coin for the whole batch from the global random state;
-        here it is one for each row.
+        mlx-lm's version is compiled for each threshold, and tosses one coin for the whole batch from the global random
+        state. This one tosses a coin for each row.
         """
         probs = mx.softmax(logprobs, axis=-1)
         least = mx.where(probs > self._xtc_threshold, probs, mx.inf).min(axis=-1, keepdims=True)

@@ -1,7 +1,7 @@
-"""How likely a prompt is to the model: ``echo`` with ``logprobs``. A forward pass of its own, in chunks.
+"""The log-probabilities of a prompt's tokens, for ``echo`` with ``logprobs``: a separate forward pass, in chunks.
 
-BatchGenerator throws the prompt's logits away, so this runs a sequence alone; its cache then goes on to be generated
-from. Nothing cached helps here, for every token's row is wanted.
+BatchGenerator discards the prompt's logits, so this module runs the sequence alone. Its cache is then used to generate.
+Kept prefixes do not help, because every token's row of logits is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MAX_CHUNK = 256
 
 
 class Scoring:
-    """One job's prompt on its way through the model; ``cache`` holds all of it but the last token when done."""
+    """The progress of one job's prompt. When done, ``cache`` holds all of it but the last token."""
 
     def __init__(self, choice: TokenChoice, model: Any) -> None:
         self.choice = choice
@@ -31,11 +31,11 @@ class Scoring:
 
     @property
     def n_left(self) -> int:
-        """Tokens that have no score yet."""
+        """The tokens without a score so far."""
         return len(self._tokens) - 1 - len(self._rows)
 
     def step(self, n_tokens: int) -> int:
-        """Score up to ``n_tokens`` more; gives how many it were."""
+        """Score up to ``n_tokens`` and return how many were scored."""
         start = len(self._rows)
         n = min(n_tokens, _MAX_CHUNK, self.n_left)
         if n == 0:
@@ -52,6 +52,6 @@ class Scoring:
         return n
 
     def event(self) -> PromptLogprobs:
-        """What came out."""
+        """The event with all scores."""
         job = self.choice.job
         return PromptLogprobs(job.index, tuple(self._rows), is_last=job.sampling.max_tokens == 0)

@@ -1,6 +1,6 @@
-"""A job in the batch: how far its prompt is, and how much of it others have computed already.
+"""A job in the batch: the progress of its prompt, and how much of it other sequences have computed already.
 
-Knows no batch, no generator and no cache but as something to hold. Worker thread.
+Knows no batch and no generator, and treats caches as opaque. Worker thread.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from mlx_serve.engine.generate.token_choice import TokenChoice
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """A job on its way: a prompt that waits (no ``cache``), that is prefilled, or (with a ``uid``) that decodes.
+    """A job in one of three states: waiting (no ``cache``), being prefilled, or decoding (with a ``uid``).
 
-    ``n_done`` tokens of its prompt are in its KV cache; before it begins, so many are to be had, of the ``donor`` or of
-    the kept prefixes. ``marks``: where a copy of the cache is still to be kept.
+    ``n_done``: tokens of its prompt in its KV cache. Before it begins: the tokens that it could reuse, from the
+    ``donor`` or from the kept prefixes. ``marks``: positions at which to keep a copy of the cache.
     """
 
     choice: TokenChoice
@@ -33,18 +33,18 @@ class RunningSequence:
 
     @property
     def n_left(self) -> int:
-        """Tokens to prefill: all but the last, which the generator takes."""
+        """The tokens to prefill: all but the last, which the generator takes."""
         return len(self.ids) - 1 - self.n_done
 
     @property
     def scope(self) -> str:
-        """Whose caches it may use, and leave its own to."""
+        """The scope whose caches the job may use, and to which its own cache belongs."""
         return self.choice.job.scope
 
     def common(self, other: RunningSequence) -> int:
-        """How much of the prompt is another one's too; never all of it, for one token has to be left.
+        """The common prefix with another prompt. It is never the whole prompt, because one token must be left.
 
-        Nothing of a prompt of another scope: its client could find it out.
+        0 for a prompt of another scope: the time saved would reveal its text.
         """
         if other.scope != self.scope:
             return 0
@@ -53,7 +53,7 @@ class RunningSequence:
         return self.in_common[other]
 
     def will_give(self, n_common: int, *, trimmable: bool) -> int:
-        """How much of what it has in common with another prompt can be had once it has got there."""
+        """How much of a common prefix another prompt can reuse once this sequence has computed it."""
         if trimmable:
             return n_common
         return max((mark for mark in self.marks if mark <= n_common), default=0)

@@ -1,7 +1,7 @@
 """One job at a time, behind the Backend protocol: for caches that do not merge, a quantized KV cache, a draft model.
 
-The prompt is prefilled here, in chunks as short as in a batch, so that a job can be cancelled in it and the streams of
-other models go on; mlx-lm's generators then start from its last token. Lives on the worker thread.
+The prompt is prefilled here, in chunks as short as a batch's. So a job can be cancelled during its prompt, and other
+models' streams continue. mlx-lm's generators then start from its last token. Worker thread.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class SingleOptions:
     quantized_kv_start: int = 5000
 
     def runs_alone(self, draft_model: Any) -> str:
-        """Why a job would have to run alone whatever the model can do; "": it would not."""
+        """Why these options force jobs to run alone, whatever the model can do; "": they do not."""
         if draft_model is not None:
             return "--draft-model"
         return "--kv-bits" if self.kv_bits is not None else ""
 
 
 class SingleBackend(LoadedBackend):
-    """Runs a job from its prompt to its end before the next one is let in.
+    """Runs one job from its prompt to its end before it takes the next one.
 
     Raises LoadError when the model's caches can't do what a draft model or ``options`` ask of them.
     """
@@ -68,7 +68,7 @@ class SingleBackend(LoadedBackend):
         self._options = options
         self._budget = PrefillBudget(options.prefill_step_size)
         self._embedder = Embedder(loaded)
-        # One of the two, or none.
+        # At most one of the two is set.
         self._running: _Running | None = None
         self._embedding: Embedding | None = None
 
@@ -78,7 +78,7 @@ class SingleBackend(LoadedBackend):
         return int(self._running is not None and self._running.generation is not None)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """The sum, though but one of them runs at a time."""
+        """The sum over the jobs, although only one of them runs at a time."""
         return sum(self._kv_bytes(job) for job in jobs)
 
     def insert(self, job: Job) -> None:
@@ -92,7 +92,7 @@ class SingleBackend(LoadedBackend):
         self._running = _Running(choice, cache, list(job.prompt.tokens), n_cached, n_cached, scoring)
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Drop the job, if it is the one that runs."""
+        """Drop the job if it is the running one."""
         if self._embedding is not None and self._embedding.job in jobs:
             self._embedding = None
         running = self._running
@@ -126,7 +126,7 @@ class SingleBackend(LoadedBackend):
         return [*events, self._decode(running)]
 
     def late(self) -> list[Job]:
-        """The job, if its grammar has taken more time than it may."""
+        """The job, if its grammar has used up its CPU time."""
         return [self._running.choice.job] if self._running is not None and self._running.choice.is_late else []
 
     def give_up(self, jobs: Collection[Job]) -> None:
@@ -143,7 +143,7 @@ class SingleBackend(LoadedBackend):
     def _kv_bytes(self, job: Job) -> int:
         options, size = self._options, self._loaded.kv_size
         n_tokens = len(job.prompt.tokens) + job.sampling.max_tokens
-        # What is embedded is not quantized: its cache is gone after the input.
+        # The cache of an embedding job is not quantized, because it is dropped after each input.
         if options.kv_bits is None or job.inputs is not None:
             return size.bytes(n_tokens)
         small = quantized(size, options.kv_bits, options.kv_group_size)
@@ -168,7 +168,7 @@ class SingleBackend(LoadedBackend):
         running.n_done = len(running.tokens) - 1
         running.scoring = None
         if self._loaded.draft_model is not None:
-            # The draft model has not seen the prompt.
+            # The draft model has not processed the prompt yet.
             running.cache, running.n_done = self._cache(job)
         event = scoring.event()
         if event.is_last:
@@ -198,7 +198,7 @@ class SingleBackend(LoadedBackend):
         running.n_done += n
         self._budget.note(n, time.perf_counter() - started_s)
         if self._loaded.draft_model is not None and running.n_left == 1:
-            # Later on the two models' caches hold different lengths.
+            # After this point the two models' caches have different lengths.
             kept = copy.deepcopy(running.cache)
             self._loaded.prefix_cache.store(as_ids(running.tokens[:-1]), kept, running.choice.job.scope)
 
@@ -231,7 +231,7 @@ class SingleBackend(LoadedBackend):
 
     def _generate(self, running: _Running) -> Iterator[int]:
         sampling = running.choice.job.sampling
-        # The type is named, or a prompt of one token would have floats before it.
+        # Without the type, an empty prefix (a prompt of one token) would be an array of floats.
         prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)
         options: dict[str, Any] = {
             "max_tokens": sampling.max_tokens,
@@ -253,7 +253,7 @@ class SingleBackend(LoadedBackend):
 
 @dataclass(slots=True)
 class _Running:
-    """The job. ``n_done`` of its ``tokens`` (the prompt, and the output as it grows) were prefilled."""
+    """The running job. ``n_done`` of its ``tokens`` (the prompt and the output so far) are prefilled."""
 
     choice: TokenChoice
     cache: list[Any]
@@ -271,7 +271,7 @@ class _Running:
 
 @dataclass(slots=True)
 class _Behind:
-    """A logits processor that sees what was prefilled before the tokens that mlx-lm tells it of."""
+    """Wraps a logits processor: adds the prefilled tokens to the context that mlx-lm passes to it."""
 
     seen: mx.array
     processor: Any = field(repr=False)

@@ -1,4 +1,4 @@
-"""How one job's tokens are chosen, and what its events are made from. Lives on the worker thread."""
+"""How one job's tokens are chosen, and how its events are made. Worker thread."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory. ``eos_ids`` end a sequence; ``kept_by_xtc`` are never dropped by XTC sampling.
+    """A model in memory. ``eos_ids`` end a sequence. XTC sampling never drops ``kept_by_xtc``.
 
-    ``vocabulary`` is for grammars; None: they are not served. ``control_ids`` are the tokens that are no text: turns of
-    a conversation begin and end with them. ``trimmable``: the caches of this model can always be cut back.
-    ``alone``: why its sequences can't be run together; "": they can. ``agree`` is there with several ranks: it makes of
-    a sampler one that gives the same on all.
+    ``vocabulary`` is for grammars; None: grammars are not served. ``control_ids`` are the tokens that are not text;
+    they begin and end the turns of a conversation. ``trimmable``: the caches of this model can always be trimmed.
+    ``alone``: why its sequences can't run together; "": they can. ``agree`` is set with several ranks: it wraps a
+    sampler so that all ranks get the same tokens.
     """
 
     model: Any
@@ -58,16 +58,16 @@ class TokenChoice:
     constraint: Constraint | None
     rows: ModelRows | None
     n_output: int = 0
-    # A processor raised: the job alone fails, not the batch that it is in.
+    # The fault of a processor that raised. It fails this job alone, not the batch.
     fault: ApiError | None = None
 
     @property
     def is_late(self) -> bool:
-        """Whether the job's grammar has taken more time than it may."""
+        """Whether the job's grammar has used up its CPU time."""
         return self.constraint is not None and self.constraint.is_late
 
     def event(self, token: int, finish: Any) -> TokenEvent | Failed:
-        """What became of the output's next token. mlx-lm is a token ahead, and so may a fault be."""
+        """The event of the output's next token. mlx-lm computes one token ahead, so a fault may be early too."""
         position = self.n_output
         self.n_output += 1
         if self.fault is not None:
@@ -98,7 +98,7 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
 
 @dataclass(slots=True)
 class _Guarded:
-    """A processor that fails its own job when it raises: mlx-lm calls it in the middle of the whole batch's step."""
+    """Wraps a processor so that its exception fails one job: mlx-lm calls it within the step of the whole batch."""
 
     processor: LogitsProcessor
     choice: TokenChoice = field(repr=False)
@@ -110,7 +110,7 @@ class _Guarded:
             processed: mx.array = self.processor(context, logits)
         except (
             BaseException
-        ) as error:  # whatever a grammar's library makes of it, it concerns this job and no other one
+        ) as error:  # an error of the grammar's library fails this job alone
             if not is_fault(error):
                 raise
             log.exception("a logits processor failed")
@@ -120,7 +120,7 @@ class _Guarded:
 
 
 def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
-    # ``ignore_eos`` is for good, and about the model's own ends alone.
+    # ``ignore_eos`` holds for the whole output, and covers only the model's own end tokens.
     puts_off = sampling.min_tokens > 0 and not sampling.ignore_eos
     ends = loaded.eos_ids.union(sampling.stop_token_ids) if puts_off else loaded.eos_ids
     if sampling.grammar is not None:
@@ -136,7 +136,7 @@ def _grammar_failed(fault: str) -> ApiError:
 
 
 def _check(job: Job, vocab_size: int) -> None:
-    """The last look at what comes from a client. Raises ApiError 400."""
+    """The engine's own check of values from a client. Raises ApiError 400."""
     if not job.prompt.tokens:
         raise ApiError(400, "The prompt is empty.", param="prompt")
     check_ids(job.prompt.tokens, vocab_size, "prompt")
@@ -146,7 +146,7 @@ def _check(job: Job, vocab_size: int) -> None:
 
 
 def top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:
-    """The k likeliest tokens of one row, falling. ``logprobs`` has shape (vocab,)."""
+    """The k likeliest tokens of one row, in falling order. ``logprobs`` has shape (vocab,)."""
     if k == 0:
         return ()
     k = min(k, logprobs.shape[0])

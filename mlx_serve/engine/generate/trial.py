@@ -20,15 +20,15 @@ from mlx_serve.engine.cache.kinds import always_trims, can_batch, is_fixed, is_q
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
 
-# What a model raises that can't do what is tried, or MLX when it computes that.
+# A model that lacks the tried ability raises one of these, or MLX does during the computation.
 _FAULTS = (*ALIKE, MemoryError, RuntimeError)
-# A long prompt, and a short one that joins it: it is padded, and shorter than what some layers look back at.
+# A long prompt, and a short one that joins it. The short one is padded, and shorter than the window of some layers.
 _LONG = tuple(range(3, 51))
 _SHORT = (7, 11)
 _N_TOKENS = 3
-# How far log-probabilities of the same tokens may lie apart, as a part of their own spread. Rounding to 16 bits makes
-# 0.01 of it, and more where a token is near a tie between two experts. The long prompt shows how much it is in this
-# model: it has no padding. The short one, if it saw its padding or stood at another position, would be off by more.
+# The allowed distance between log-probabilities of the same tokens, as a fraction of their spread. Rounding to 16 bits
+# gives 0.01, and more where a token is near a tie between two experts. The long prompt has no padding, so it shows the
+# rounding of this model. The short prompt differs by more only if it saw its padding or had a wrong position.
 _TOLERANCE = 0.1
 _LEAST_TOLERANCE = 0.02
 _TIMES_THE_LONG_ONE_S = 4
@@ -50,7 +50,7 @@ def refusal(model: Any, draft_model: Any, *, kv_bits: int | None, kv_group_size:
 
 
 def batch_fault(model: Any) -> str:
-    """Why sequences of a model can't be run together. Raises what the model does when it can't be run alone either."""
+    """Why sequences of a model can't run together. Raises the model's error when it can't even run alone."""
     if faulty := [layer for layer in make_prompt_cache(model) if not can_batch(layer)]:
         return f"mlx-lm cannot batch its {kind_names(faulty)}"
     caches = [_prefilled(model, prompt) for prompt in (_LONG, _SHORT)]
@@ -86,7 +86,7 @@ def quantization_fault(model: Any, bits: int, group_size: int, *, computes: bool
 
 
 def rewind_fault(model: Any, *, computes: bool) -> str:
-    """Why a model can't take tokens back, as it has to when a draft was wrong. ``computes`` as in ``refusal``."""
+    """Why a model can't drop tokens, as it must when a draft was wrong. ``computes`` as in ``refusal``."""
     cache = make_prompt_cache(model)
     if not always_trims(cache):
         return f"mlx-lm cannot cut its {kind_names(leaves(cache))} back"
@@ -133,7 +133,7 @@ def _take(generator: BatchGenerator, out: Sequence[list[tuple[int, mx.array]]]) 
 
 
 def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[tuple[int, mx.array]]) -> list[float]:
-    """How far each row lies from what the model says alone, of the same tokens."""
+    """The distance of each row from the model's result for the same tokens without a batch."""
     found, last = [], prompt[-1]
     for token, row in rows:
         found.append(_distance(_logprobs(model, cache, last), row.astype(mx.float32)))
