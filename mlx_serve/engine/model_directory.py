@@ -54,7 +54,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def check_files(directory: Path) -> None:
-    """Check that the directory holds only files and folders: a library could block on anything else. Raises OSError."""
+    """Check that the directory has only files and folders: a library could block on anything else. Raises OSError."""
     for path in _below(directory, depth=2):
         try:
             mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""What a model directory holds, by its files alone: whether they are whole, and what they say of the model.
+"""The state of a model directory, from its files alone: whether they are complete, and what they say of the model.
 
 Reads JSON and the heads of safetensors files, never a weight; must not know MLX. The layout of a safetensors file is
 its specification's: 8 bytes with the header's length, the header (JSON), the data.
@@ -24,7 +24,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something in a model directory that is not as it should be, and what to do. ``fatal``: it cannot be served."""
+    """A problem in a model directory, and what to do. ``fatal``: the model cannot be served."""
 
     text: str
     advice: str
@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model directory. ``weight_bytes``: of all safetensors files. None: its files do not say."""
+    """A model directory. ``weight_bytes``: the size of all safetensors files. None: the files do not say."""
 
     path: Path
     model_type: str | None
@@ -49,7 +49,7 @@ class ModelFiles:
 
 
 def look_into(path: Path) -> ModelFiles:
-    """Read a model directory. Never raises for what is wrong in it: that is in ``faults``."""
+    """Read a model directory. Problems in it are listed in ``faults`` and never raised."""
     faults: list[Fault] = []
     config, context = _config(path, faults)
     model_type = config.get("model_type")
@@ -76,7 +76,7 @@ def look_into(path: Path) -> ModelFiles:
 
 
 def quantization(config: dict[str, Any]) -> str | None:
-    """ "4-bit", "mxfp4", or the type of plain weights, as config.json says it."""
+    """ "4-bit", "mxfp4", or the type of plain weights, from config.json."""
     found = config.get("quantization") or config.get("quantization_config")
     if isinstance(found, dict):
         mode = found.get("mode") or found.get("quant_method")
@@ -96,7 +96,7 @@ def quantization(config: dict[str, Any]) -> str | None:
 
 
 def _stored_type(path: Path) -> str | None:
-    """The type of most of the first file's tensors, by the format's own name for it, as F32."""
+    """The type of most of the first file's tensors, by its name in the format, such as F32."""
     for file in sorted(path.glob("model*.safetensors"))[:1]:
         if not shard_fault(file):
             found = [tensor.get("dtype") for name, tensor in _header(file).items() if name != "__metadata__"]
@@ -106,7 +106,7 @@ def _stored_type(path: Path) -> str | None:
 
 
 def has_chat_template(path: Path) -> bool:
-    """In a file of its own, or in tokenizer_config.json."""
+    """Whether there is a template, in its own file or in tokenizer_config.json."""
     if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
         return True
     try:
@@ -128,7 +128,7 @@ def _config(path: Path, faults: list[Fault]) -> tuple[dict[str, Any], int | None
 def _strange_files(path: Path) -> Iterator[Fault]:
     try:
         check_files(path)
-    except NotADirectoryError:  # said already, as what it is instead of a model
+    except NotADirectoryError:  # not a directory: reported already
         return
     except OSError as error:
         yield Fault(f"{error.filename}: {error.strerror}", "take out what does not belong to the model")
@@ -152,7 +152,7 @@ def _missing_shards(path: Path) -> list[str]:
     try:
         shards = read_object(index).get("weight_map")
     except (OSError, ValueError):
-        # mlx-lm does not read the index: a damaged one is no reason to refuse.
+        # mlx-lm does not read the index, so a damaged one is no reason to refuse.
         return []
     if not isinstance(shards, dict):
         return []
@@ -205,7 +205,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 def _tokenizer_faults(path: Path) -> Iterator[Fault]:
     if not any((path / name).is_file() for name in _TOKENIZERS):
-        # tiktoken files have names of their own.
+        # tiktoken files have other names.
         if not any(path.glob("*.tiktoken")):
             yield Fault("it has no tokenizer (tokenizer.json, tokenizer.model)", "download the whole model")
         return
@@ -222,5 +222,5 @@ def _tokenizer_faults(path: Path) -> Iterator[Fault]:
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # a link into the hub's cache whose file was deleted; the faults tell of it
+    except OSError:  # a link into the hub's cache whose file was deleted; ``faults`` reports it
         return 0

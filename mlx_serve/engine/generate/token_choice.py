@@ -108,9 +108,7 @@ class _Guarded:
             return logits
         try:
             processed: mx.array = self.processor(context, logits)
-        except (
-            BaseException
-        ) as error:  # an error of the grammar's library fails this job alone
+        except BaseException as error:  # an error of the grammar's library fails this job alone
             if not is_fault(error):
                 raise
             log.exception("a logits processor failed")

@@ -1,7 +1,7 @@
-"""Text to token ids a piece at a time, so that a long text can be given up and never keeps short ones waiting.
+"""Encodes text to token ids in pieces, so that a long text can be cancelled and does not delay short ones.
 
-The ids are those of the whole text: it is cut only where no token of the vocabulary reaches over the cut. Knows no
-model and no chat template; any thread may call it.
+The ids are those of the whole text: it is cut only where no token of the vocabulary spans the cut. Knows no model and
+no chat template. Any thread may call it.
 
     text -> parts (at each GUARD) -> pieces (at exact cuts) -> ids, with ``check`` asked between two pieces
 """
@@ -19,20 +19,20 @@ from types import TracebackType
 
 from mlx_serve.values import GUARD, Check
 
-# What a piece has at least, and at most where the text has no exact cut: there a seam's two tokens may be other ones
-# than those of the whole text. A piece takes some milliseconds.
+# The least characters of a piece, and the most where the text has no exact cut. At an inexact cut, the two adjacent
+# tokens may differ from those of the whole text. A piece takes some milliseconds.
 PIECE_CHARS = 16_384
 MAX_PIECE_CHARS = 65_536
-# Behind a letter or digit these begin a new word for every tokenizer that splits words before it merges. No tokenizer's
-# normalization makes other characters of them.
+# After a letter or digit, these characters begin a new word in every tokenizer that splits words before it merges. No
+# tokenizer's normalization changes them.
 _BREAKS = frozenset(' \n\t\r,.;:!?()[]{}<>"。、「」')
 
-# Ids of a text; with True also what the tokenizer puts around one.
+# A function from a text to its ids; True adds the tokens that the tokenizer puts around a text.
 Encode = Callable[[str, bool], list[int]]
 
 
 class FairLock:
-    """A lock that goes to the thread that has waited longest; ``threading.Lock`` often goes to who has just had it."""
+    """A lock that goes to the longest-waiting thread. ``threading.Lock`` often goes to the thread that just had it."""
 
     def __init__(self) -> None:
         self._mutex = Lock()
@@ -54,17 +54,17 @@ class FairLock:
     ) -> None:
         with self._mutex:
             if self._waiting:
-                # It stays held: it is the next one's now.
+                # The lock stays held: it passes to the next thread.
                 self._waiting.popleft().release()
             else:
                 self._is_held = False
 
 
 class Cuts:
-    """Where a text may be cut without changing its tokens: behind a letter or digit, where no token spans the place."""
+    """Finds where a text can be cut without changing its tokens: after a letter or digit, where no token spans it."""
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        # Which two bytes stand side by side in any token. Of bytes, since a token may hold a part of a character.
+        # All pairs of adjacent bytes in any token. Bytes, because a token may hold part of a character.
         self._joined = bytearray(65_536)
         for raw in tokens:
             for first, second in pairwise(raw):
@@ -93,27 +93,27 @@ class Cuts:
 
 @lru_cache(maxsize=4096)
 def _forms(char: str) -> frozenset[str]:
-    """A character, and what tokenizers make of it that fold case, compatible characters or accents."""
+    """A character and the forms that tokenizers give it by folding case, compatible characters or accents."""
     whole = {char, char.lower(), unicodedata.normalize("NFKC", char), unicodedata.normalize("NFKC", char.lower())}
     parts = {part for form in whole for part in unicodedata.normalize("NFKD", form)}
     return frozenset(form[-1] for form in whole) | parts
 
 
 class Encoder:
-    """Encodes through ``encode``, which need not be thread-safe. ``tokens`` gives the vocabulary's, as bytes."""
+    """Encodes through ``encode``, which need not be thread-safe. ``tokens`` returns the vocabulary as bytes."""
 
     def __init__(self, encode: Encode, tokens: Callable[[], Iterable[bytes]], max_token_chars: int) -> None:
         self._encode = encode
         self._tokens = tokens
         self._max_token_chars = max_token_chars
         self._lock = FairLock()
-        # Long texts take turns here first, so that only one of them at a time waits where short ones do.
+        # Long texts wait here first, so that at most one of them competes with short texts for the other lock.
         self._long_lock = FairLock()
-        # Worked out with the first long text: it takes a large vocabulary most of a second.
+        # Computed with the first long text: for a large vocabulary it takes most of a second.
         self._cuts: Cuts | None = None
 
     def encode(self, text: str, *, special: bool, check: Check) -> list[int]:
-        """As ``text.tokenizer.Tokenizer`` has it."""
+        """Implements ``text.tokenizer.Tokenizer.encode``."""
         check(len(text) // self._max_token_chars)
         if len(text) <= PIECE_CHARS and GUARD not in text:
             ids = self._short(text, special)
@@ -133,7 +133,7 @@ class Encoder:
             return list(self._encode(text, special))
 
     def _around(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before and behind a text."""
+        """The ids that the tokenizer puts before and after a text."""
         plain, whole = self._short("a", False), self._short("a", True)
         for i in range(len(whole) - len(plain) + 1):
             if whole[i : i + len(plain)] == plain:
@@ -148,8 +148,8 @@ class Encoder:
         return self._cuts.pieces(part)
 
     def _piece(self, context: str, piece: str) -> list[int]:
-        """The ids of a piece. Behind another one it is encoded with the character before it, for some tokenizers put a
-        space in front of every text, or drop one that is there."""
+        """The ids of a piece. A later piece is encoded together with the character before it, because some tokenizers
+        add a space at the beginning of every text, or drop one."""
         if not context:
             return self._short(piece, False)
         head, ids = self._short(context, False), self._short(context + piece, False)

@@ -11,7 +11,7 @@ from typing import Any
 from mlx_serve.engine.model_directory import read_object
 from mlx_serve.engine.ranks.group import Ranks
 
-# All of these are divided among the ranks; mlx-lm does not check that they can be, and a wrong split may go unnoticed.
+# Each of these is divided by the number of ranks. mlx-lm does not check for a remainder; a bad split may go unnoticed.
 _DIVIDED = ("num_attention_heads", "num_key_value_heads")
 
 

@@ -1,6 +1,6 @@
-"""Loading models: ``ModelStore`` is what the scheduler opens models with. Worker thread, but for what says otherwise.
+"""Loads models: the scheduler opens them through ``ModelStore``. Worker thread, unless a docstring says otherwise.
 
-Their tokenizers are loaded by ``tokenizers.py``, on any thread.
+``tokenizers.py`` loads their tokenizers, on any thread.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from mlx_serve.values import Progress
 
 log = logging.getLogger(__name__)
 
-# What mlx_lm.load fetches of a repository.
+# The files that mlx_lm.load downloads from a repository.
 _HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
-# What MLX keeps of freed memory for the next arrays: of the reserve, so that the budget holds.
+# The freed memory that MLX keeps for its next arrays. It is part of the reserve, so the budget holds.
 _MLX_CACHE_BYTES = RESERVE_BYTES // 2
 
 
 def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
-    """The directory of ``--model``: itself when it is one, else a repository, from the hub's cache or the hub.
+    """The directory of ``--model``: the path itself if it is a directory, else a repository in the hub or its cache.
 
-    ``bars`` makes the hub's ``tqdm_class`` of what is being done; by default the hub draws its own on a terminal.
-    Raises LoadError.
+    ``bars`` makes the hub's ``tqdm_class`` from a description of the work. By default the hub draws its own bars on a
+    terminal. Raises LoadError.
     """
     path = expanded(name)
     if path.exists():
@@ -102,19 +102,19 @@ class ModelStore:
         self._disk = disk
         self._sharding = sharding
         self._progress = progress
-        # Models whose weights are read, with their draft models; then those that are ready.
+        # Models whose weights are read, with their draft models; then the models that are ready.
         self._fresh: dict[str, tuple[Any, Any]] = {}
         self._loaded: dict[str, Loaded] = {}
         self._weights: dict[str, int] = {}
 
     def check(self, entry: ModelEntry) -> None:
-        """Load a model's tokenizer, for the sake of the LoadError that this may raise."""
+        """Load a model's tokenizer, to find its faults early. Raises LoadError."""
         self._tokenizers.load(entry)
 
-    # What the scheduler asks. Worker thread, but for kv_limit.
+    # The scheduler's interface. Worker thread, except kv_limit.
 
     def weights_bytes(self, name: str) -> int:
-        """Of this process: what a model in memory holds, of another one the size of its files. Raises ApiError 404."""
+        """The bytes in this process: of a loaded model its weights, else the size of its files. Raises ApiError 404."""
         if name not in self._weights:
             entry = self._catalog.find(name)
             paths = [entry.path, entry.adapter_path, self._draft_path if entry is self._catalog.default else None]
@@ -130,7 +130,7 @@ class ModelStore:
         return self._budget.kv_limit([self.weights_bytes(name) for name in names])
 
     def open(self, name: str) -> Opening:
-        """Load a model in slices, unless it still is in memory, and make a backend. Raises ApiError."""
+        """Load a model in slices, unless it is still in memory, and make a backend. Raises ApiError."""
         self.check_room(name)
         yield from self.read(name)
         return self.finish(name)
@@ -141,7 +141,7 @@ class ModelStore:
             raise too_large(entry, self.weights_bytes(name))
 
     def read(self, name: str) -> Generator[None, None, None]:
-        """Read the weights of a model that is not in memory, in slices, alone of all ranks. Raises ApiError."""
+        """Read the weights of a model in slices, independently of other ranks. Raises ApiError."""
         entry = self._catalog.find(name)
         if name in self._loaded:
             return
@@ -152,7 +152,7 @@ class ModelStore:
             self._fresh[name] = yield from self._read(entry)
 
     def finish(self, name: str) -> BatchBackend | SingleBackend:
-        """A backend for a model that was read. All ranks do this at once. Raises ApiError."""
+        """A backend for a model that was read. All ranks call this together. Raises ApiError."""
         entry = self._catalog.find(name)
         if name in self._fresh:
             with _loading(entry):
@@ -174,7 +174,7 @@ class ModelStore:
         _collect()
 
     def close(self) -> None:
-        """Let all models go, and wait for what is still to be written of their prefixes."""
+        """Unload all models, and wait until their prefixes are written to disk."""
         self._loaded.clear()
         self._fresh.clear()
         _collect()
@@ -216,7 +216,7 @@ class ModelStore:
             model=model,
             vocab_size=vocab_size,
             eos_ids=tokenizer.eos_ids,
-            # As mlx_lm.server has it: XTC never drops a line end or the end of the text.
+            # As in mlx_lm.server, XTC never drops a line end or the end of the text.
             kept_by_xtc=tuple(sorted({*tokenizer.encode("\n", special=False), *tokenizer.eos_ids})),
             prefix_cache=self._new_prefix_cache(entry, trimmable=trimmable),
             draft_model=draft_model,
@@ -230,7 +230,7 @@ class ModelStore:
         )
 
     def _tried(self, entry: ModelEntry, model: Any, draft_model: Any) -> tuple[bool, str]:
-        """Whether caches can always be cut back, and why sequences can't be run together. Raises LoadError."""
+        """Whether caches can always be trimmed, and why sequences can't run together. Raises LoadError."""
         options, is_one = self._single, self._sharding is None
         refusal = trial.refusal(
             model, draft_model, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size, computes=is_one
@@ -249,7 +249,7 @@ class ModelStore:
         return self._sharding.ranks.size if self._sharding is not None else 1
 
     def _agree_on(self, entry: ModelEntry, model: Any, facts: list[bool]) -> list[bool]:
-        """What is true of a model on all ranks: with a pipeline each has other layers."""
+        """The facts that hold for a model on all ranks. With a pipeline, each rank has different layers."""
         if self._sharding is None:
             return facts
         try:
@@ -263,8 +263,8 @@ class ModelStore:
             return PrefixCache(
                 self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
             )
-        # Stages of a pipeline hold other kinds of layers, of which one may be cut back where another can't; and their
-        # bytes differ, so rank 0 alone counts them (ranks/protocol.py).
+        # The stages of a pipeline hold different kinds of layers: some may be trimmable and others not. Their sizes
+        # differ too, so rank 0 alone counts bytes (ranks/protocol.py).
         size = 0 if self._sharding.pipeline and not trimmable else self._prompt_cache_size
         return PrefixCache(size, None, trimmable=trimmable)
 
@@ -276,12 +276,12 @@ class ModelStore:
         return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
 
     def _lazy_draft(self, entry: ModelEntry) -> Any:
-        """The draft model, for the command line's model alone: it proposes token ids, so it must know the same ones."""
+        """The draft model, for the command line's model alone. It proposes token ids, so both need one vocabulary."""
         if self._draft_path is None or entry is not self._catalog.default:
             return None
         vocab_size = read_entry("draft", self._draft_path).vocab_size
         if vocab_size != entry.vocab_size:
-            # MLX does not check indices: the larger vocabulary's ids would end the process.
+            # MLX does not check indices: ids of the larger vocabulary would end the process.
             raise LoadError(
                 f"the draft model {self._draft_path} has {vocab_size} tokens, {entry.path} {entry.vocab_size}"
             )
@@ -290,7 +290,7 @@ class ModelStore:
 
 
 def device_bytes() -> int:
-    """What models may use of this machine by default: what Metal recommends, elsewhere 70 % of the memory."""
+    """The memory that models may use by default: Metal's recommendation, elsewhere 70 % of the memory."""
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if recommended is not None:
         return int(recommended)
@@ -303,11 +303,11 @@ def _loading(entry: ModelEntry) -> Iterator[None]:
         with loading(entry):
             yield
     finally:
-        # Whatever was read of a model that failed half-way.
+        # Free the part of a model that failed while it was being read.
         _collect()
 
 
 def _collect() -> None:
-    """Give the memory of what was let go back to the system."""
+    """Return freed memory to the system."""
     gc.collect()
     mx.clear_cache()

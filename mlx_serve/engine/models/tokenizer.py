@@ -18,11 +18,11 @@ from mlx_serve.values import TAG, ApiError, Check, unchecked
 
 log = logging.getLogger(__name__)
 
-# How sentencepiece vocabularies write a byte that is no character, and a space.
+# How sentencepiece vocabularies write a byte that is not a character, and a space.
 _HEX_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "\u2581"
 
-# What mlx-lm's parsers raise at text that is no call: numbers too large, brackets too deep.
+# mlx-lm's parsers raise these for text that is not a call: numbers too large, brackets too deep.
 _PARSER_ERRORS = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, SyntaxError),
     *(ArithmeticError, RecursionError, MemoryError),
@@ -30,7 +30,7 @@ _PARSER_ERRORS = (
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE writes bytes as (GPT-2's bytes_to_unicode, the other way round)."""
+    """The characters by which byte-level BPE represents bytes (the reverse of GPT-2's bytes_to_unicode)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("\xa1"), ord("\xac") + 1), *range(ord("\xae"), ord("\xff") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -42,8 +42,8 @@ _BYTE_OF_CHAR = _byte_alphabet()
 class MlxTokenizer:
     """mlx-lm's tokenizer as the Tokenizer protocol of ``text``.
 
-    Fast tokenizers are not thread-safe, for encoding sets them up anew: hence the locks. Decoding has a copy and a lock
-    of its own: every token of every stream needs it, and must not wait for anybody's prompt to be encoded.
+    Fast tokenizers are not thread-safe, because encoding changes their settings, so there are locks. Decoding has its
+    own copy and lock: every token of every stream is decoded, and must not wait for a prompt to be encoded.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -62,7 +62,7 @@ class MlxTokenizer:
         self.tool_format: str | None = None
         if wrapper.has_tool_calling:
             self.tool_call = (wrapper.tool_call_start, wrapper.tool_call_end)
-            # Each of mlx-lm's parsers is a module of its own, which has the format's name.
+            # Each of mlx-lm's parsers is a module with the name of its format.
             self.tool_format = str(wrapper.tool_parser.__module__).rpartition(".")[2]
         self.structural_markers: Sequence[str] = tuple(wrapper.structural_markers)
         self.transitions: Mapping[str, Sequence[tuple[str, str]]] = dict(wrapper.response_transitions)
@@ -78,8 +78,8 @@ class MlxTokenizer:
     def encode(self, text: str, *, special: bool, check: Check = unchecked) -> list[int]:
         """Token ids; ``special`` adds what the tokenizer puts around a text, such as a start token.
 
-        The text is cut at each GUARD, and its parts are encoded one by one. A long text is encoded in pieces;
-        ``check`` is called before the first piece and after each one, and what it raises ends the work.
+        The text is cut at each GUARD, and its parts are encoded separately. A long text is encoded in pieces. ``check``
+        is called before the first piece and after each one; its exception ends the work.
         """
         return self._encoder.encode(text, special=special, check=check)
 
@@ -89,7 +89,7 @@ class MlxTokenizer:
             return str(self._decoder.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to the text, which may be less than a character."""
+        """The bytes that a token adds to the text. They may be less than a character."""
         piece = self._wrapper.convert_ids_to_tokens(token)
         if piece is None or token in self._added_ids:
             return str(piece or "").encode()
@@ -102,14 +102,14 @@ class MlxTokenizer:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: Mapping[str, Any]
     ) -> str:
-        """The chat template's text, for ``encode`` without ``special``. Raises ApiError 400 when it refuses."""
+        """The rendered chat template, for ``encode`` without ``special``. Raises ApiError 400 when it refuses."""
         options = {"add_generation_prompt": True, **options}
         try:
-            # Rendering is Jinja's work and changes no tokenizer: no lock.
+            # Jinja renders without changing the tokenizer, so no lock is needed.
             return str(
                 self._apply_template(list(messages), tools=list(tools) if tools else None, tokenize=False, **options)
             )
-        except Exception as error:  # a template is foreign code, which computes with what the client sent
+        except Exception as error:  # a template is foreign code that runs on the client's input
             log.info("the chat template refused a request: %s", one_line(error))
             refusal = "The model's chat template cannot render these messages."
             if isinstance(error, TemplateError) and error.message:
@@ -132,7 +132,7 @@ class MlxTokenizer:
 
     def _ordinary_markers(self) -> dict[int, str]:
         # Some vocabularies have their markers among the ordinary tokens, where mlx-lm finds them too. If the tokenizer
-        # does not make that one token of a marker, the marker is text.
+        # does not encode a marker as this one token, the marker is text.
         vocabulary = self._wrapper.get_vocab()
         markers = [*(self.think or ()), *(self.tool_call or ()), *self.structural_markers]
         found = {marker: vocabulary.get(marker) for marker in markers if TAG.fullmatch(marker)}
@@ -143,7 +143,7 @@ class MlxTokenizer:
         }
 
     def _hidden_ids(self) -> frozenset[int]:
-        # Special tokens never reach a client as text, but those that a marker is made of are the answer's own.
+        # Special tokens never reach a client as text, except those of markers, which belong to the answer.
         markers = "".join([*(self.think or ()), *(self.tool_call or ())])
         return frozenset(token for token in self.special_ids if not (markers and self.controls[token] in markers))
 
@@ -154,14 +154,14 @@ def _special_ids(wrapper: Any) -> frozenset[int]:
 
 
 def _renderer(wrapper: Any) -> Callable[..., Any]:
-    """What renders the chat template. mlx-lm's own way would turn thinking on where nobody asked for it."""
+    """The function that renders the chat template. mlx-lm's own would turn thinking on without being asked."""
     if wrapper._chat_template is not None:
         return wrapper._chat_template  # type: ignore[no-any-return]
     return partial(wrapper._tokenizer.apply_chat_template, return_dict=False)
 
 
 def _template_source(wrapper: Any) -> str | None:
-    """The chat template's text, all of them when it has several; None when it is code."""
+    """The text of the chat template, or of all templates if there are several; None: the template is code."""
     template = wrapper.chat_template
     if wrapper.init_kwargs.get("chat_template_type"):
         return None

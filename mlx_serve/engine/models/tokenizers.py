@@ -1,4 +1,4 @@
-"""The tokenizers of models, each loaded when it is first asked for and kept for the next request. Any thread.
+"""The tokenizers of models, each loaded on first use and kept for later requests. Any thread.
 
 Knows no weights and touches no MLX array.
 """
@@ -23,12 +23,12 @@ _MAX_TOKENIZERS = 16
 
 
 class TokenizerStore:
-    """Tokenizers and the vocabularies for grammars, of at most so many models; the least recently used go."""
+    """Tokenizers and grammar vocabularies of a limited number of models; the least recently used are dropped."""
 
     def __init__(self, tokenizer_config: Mapping[str, Any], *, use_default_chat_template: bool) -> None:
         self._tokenizer_config = dict(tokenizer_config)
         self._use_default_chat_template = use_default_chat_template
-        # By directory and chat template.
+        # Keyed by directory and chat template.
         self._tokenizers: OrderedDict[tuple[Path, str], tuple[MlxTokenizer, Vocabulary]] = OrderedDict()
         self._lock = Lock()
 
@@ -47,7 +47,7 @@ class TokenizerStore:
             raise unloadable(entry, error) from error
 
     def load(self, entry: ModelEntry) -> tuple[MlxTokenizer, Vocabulary]:
-        """Both, loaded if they are not kept. Any thread; raises LoadError."""
+        """The tokenizer and the vocabulary, loaded if they are not kept. Any thread; raises LoadError."""
         with self._lock:
             key = (entry.path, entry.chat_template)
             tokenizer = self._tokenizers.pop(key, None) or self._load(entry)
@@ -68,9 +68,9 @@ class TokenizerStore:
 
 
 def _eos_ids(path: Path) -> Any:
-    """The end tokens that mlx-lm reads from a model's configuration: generation_config.json wins over config.json.
+    """The end tokens that mlx-lm reads from a model's files: generation_config.json overrides config.json.
 
-    Raises OSError, and ValueError for what can be no token's id.
+    Raises OSError, and ValueError for a value that cannot be a token id.
     """
     ids = None
     for name in ("config.json", "generation_config.json"):

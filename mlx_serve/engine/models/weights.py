@@ -12,9 +12,9 @@ from mlx.utils import tree_flatten
 
 from mlx_serve.engine.load_errors import LoadError
 
-# Read in slices of about so many bytes, so that other models' streams go on between them.
+# Weights are read in slices of about so many bytes, so that other models' streams continue between them.
 _SLICE_BYTES = 256 * 2**20
-# What mlx-lm's models call the embedding of tokens.
+# The names that mlx-lm's models give to the token embedding.
 _EMBEDDINGS = frozenset(
     [
         "embed_tokens",
@@ -30,17 +30,17 @@ _EMBEDDINGS = frozenset(
 
 
 def files_bytes(path: Path) -> int:
-    """Of the weights in a model's or an adapter's directory."""
+    """The bytes of the weight files in a model's or an adapter's directory."""
     return sum(file.stat().st_size for file in [*path.glob("model*.safetensors"), *path.glob("adapters.safetensors")])
 
 
 def held_bytes(model: Any) -> int:
-    """Of the weights that this process holds of a model."""
+    """The bytes of a model's weights in this process."""
     return sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
 
 
 def id_bound(model: Any, path: Path | None, vocab_size: int | None, n_tokens: int) -> int:
-    """The bound of token ids: ``vocab_size`` of config.json, else the tokenizer's, as far as the embedding has rows.
+    """The bound of token ids: ``vocab_size`` of config.json, else the tokenizer's, at most the embedding's rows.
 
     Raises LoadError when the embedding has fewer rows than ``vocab_size``. MLX does not check indices: an id past the
     last row ends the process.
@@ -54,7 +54,7 @@ def id_bound(model: Any, path: Path | None, vocab_size: int | None, n_tokens: in
 
 
 def _embedding_rows(model: Any) -> int | None:
-    """None: the model has no embedding of a known name and kind."""
+    """The rows of the token embedding. None: the model has no embedding of a known name and type."""
     modules = [module for name, module in model.named_modules() if name.rpartition(".")[2] in _EMBEDDINGS]
     kinds = (nn.Embedding, nn.QuantizedEmbedding)
     return max((module.weight.shape[0] for module in modules if isinstance(module, kinds)), default=None)

@@ -1,1 +1,1 @@
-"""One server in several processes: rank 0 says what it does, and the others do it too."""
+"""One server in several processes: rank 0 announces each action, and all ranks execute it."""

@@ -1,4 +1,4 @@
-"""The other ranks: they do to their part what rank 0 says that it does (protocol.py)."""
+"""The ranks other than 0. They execute the actions that rank 0 announces, on their part of the model (protocol.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Follower:
-    """Does on another rank what rank 0 does."""
+    """Executes rank 0's actions on another rank."""
 
     def __init__(self, store: Store, ranks: Ranks) -> None:
         self._store = store
@@ -41,7 +41,7 @@ class Follower:
         }
 
     def run(self) -> None:
-        """Follow until rank 0 says that it ends. Raises EngineLost."""
+        """Follow until rank 0 announces its end. Raises EngineLost."""
         while (message := self._ranks.receive())[0] != "stop":
             kind, *arguments = message
             self._actions[kind](*arguments)
@@ -51,7 +51,7 @@ class Follower:
         self._store.close()
 
     def _fail(self, name: str) -> None:
-        # The scheduler opens a new one.
+        # Rank 0's scheduler opens a new backend.
         del self._parts[name]
         self._store.prefix_cache(name).keep(0)
 
@@ -64,7 +64,7 @@ class Follower:
         try:
             backend = self._opening.go_on()
         except ApiError as error:
-            # As on rank 0, whose scheduler tells the clients.
+            # Rank 0 has the same error, and its scheduler tells the clients.
             log.warning("%s", error.message)
             self._opening = None
             return
@@ -73,7 +73,7 @@ class Follower:
 
 
 class _Part:
-    """A backend on another rank than 0, and its jobs by their numbers. Nobody reads their events."""
+    """The backend of a rank other than 0, and its jobs by number. Their events are not used."""
 
     def __init__(self, backend: LoadedBackend) -> None:
         self.backend = backend
@@ -86,7 +86,7 @@ class _Part:
         try:
             self.backend.insert(job)
         except (ApiError, *ALIKE):
-            # As on rank 0, which tells the client.
+            # Rank 0 has the same error and tells the client.
             return
         self._jobs[number] = job
         self._numbers[job] = number
@@ -110,7 +110,7 @@ class _Part:
 
     @contextmanager
     def _failing_alike(self) -> Iterator[None]:
-        """A failure is rank 0's too, which says so next; if it does not, the ranks are out of step."""
+        """A failure here must occur on rank 0 too, which announces it next. Otherwise the ranks are out of step."""
         if self._failed:
             raise EngineLost("a step failed here, but not on rank 0")
         try:

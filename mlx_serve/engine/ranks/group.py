@@ -1,8 +1,8 @@
-"""The processes of one server, on one machine or several: messages from rank 0 to the others, and questions to all.
+"""The processes of one server, on one machine or several. Rank 0 sends messages to the others and gathers values.
 
-Every call here is a collective one: it returns when all ranks have made it, so all make the same ones in the same
-order. They go through the stream that models run in, for two streams would race for the same connections. A message is
-JSON: bytes from a network may turn into data, never into code. Worker thread, but for what says otherwise.
+Every call here is a collective: it returns when all ranks have made it, so all ranks make the same calls in the same
+order. The calls use the models' stream, because two streams would race for the same connections. A message is JSON, so
+bytes from a network become data and never code. Worker thread, unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from mlx_serve.engine.errors import one_line
 _FRAME = 512
 _HEAD = struct.Struct("<BI")
 _ROOM = _FRAME - _HEAD.size
-# Tokens of different requests are at most so many different samplers'.
+# The most different samplers that are kept wrapped.
 _MAX_SAMPLERS = 256
 
 
 def join() -> Ranks | None:
-    """The ranks that mlx.launch started; waits until they are connected. None: this process is alone.
+    """The ranks that mlx.launch started. Waits until they are connected. None: this process is alone.
 
     Raises RuntimeError when they can't be reached.
     """
@@ -45,8 +45,8 @@ def join() -> Ranks | None:
 class Ranks:
     """``size`` processes, of which this one is ``rank``.
 
-    ``leaving``, on the other ranks: set when this process was told to end; rank 0 hears of it and ends all of them.
-    ``lost``: another rank is gone or out of step, and no collective will work any more.
+    ``leaving``, on ranks other than 0: set when this process was told to end. Rank 0 then ends all ranks.
+    ``lost``: another rank is gone or out of step, and no collective works any more.
     """
 
     def __init__(self, group: Any) -> None:
@@ -55,19 +55,19 @@ class Ranks:
         self.group = group
         self.leaving = Event()
         self.lost = False
-        # When the last collective was done (monotonic).
+        # When the last collective ended (monotonic).
         self.beat_s = time.monotonic()
-        # Wraps equal samplers once: mlx-lm samples a batch in one call when its rows share one.
+        # Equal samplers are wrapped once: mlx-lm samples a batch in one call when its rows share a sampler.
         self.agree = lru_cache(maxsize=_MAX_SAMPLERS)(self._agreed)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
-        """Where models run, and so whatever asks other ranks."""
+        """The stream of the models, which the collectives use too."""
         with mx.stream(generation_stream):
             yield
 
     def post(self, message: Sequence[Any]) -> bool:
-        """Rank 0: send a message to all others. True: one of them was told to end. Raises EngineLost."""
+        """On rank 0: send a message to all others. True: one of them was told to end. Raises EngineLost."""
         raw = json.dumps(message).encode()
         frame = _HEAD.pack(0, len(raw)) + raw[:_ROOM]
         n_leaving = self._sum(frame.ljust(_FRAME, b"\0"))[0]
@@ -76,7 +76,7 @@ class Ranks:
         return n_leaving > 0
 
     def receive(self) -> list[Any]:
-        """The others: the next message. Raises EngineLost."""
+        """On other ranks: the next message. Raises EngineLost."""
         frame = self._sum(_HEAD.pack(self.leaving.is_set(), 0).ljust(_FRAME, b"\0"))
         n_bytes = _HEAD.unpack_from(frame)[1]
         raw = frame[_HEAD.size : _HEAD.size + n_bytes]
@@ -95,13 +95,13 @@ class Ranks:
     def _agreed(self, sampler: Sampler) -> Sampler:
         """A sampler whose tokens are rank 0's on all ranks.
 
-        Equal seeds would not do: two kinds of GPU round differently, and where two tokens are about as likely one rank
-        would take the one and end, while the other takes the other and goes on.
+        Equal seeds are not enough. Two kinds of GPU round differently, so two ranks could choose different tokens
+        of about equal probability; one would end its answer while the other continues.
         """
         is_first = int(self.rank == 0)
 
         def sample(logprobs: mx.array) -> mx.array:
-            # A product and not zeros: what depends on nothing would be sent before what the model sends.
+            # A product rather than zeros: MLX could send a constant before what the model sends.
             mine = sampler(logprobs) * is_first
             agreed: mx.array = mx.distributed.all_sum(mine, group=self.group)
             return agreed
@@ -109,7 +109,7 @@ class Ranks:
         return sample
 
     def _sum(self, raw: bytes) -> bytes:
-        # Others add zeros to what rank 0 sends.
+        # The other ranks add zeros to rank 0's value.
         mine = mx.array(np.frombuffer(raw, dtype=np.uint8))
         with self.stream():
             total = mx.distributed.all_sum(mine, group=self.group)
@@ -129,9 +129,9 @@ class Ranks:
 
 
 def watch(ranks: Ranks, timeout_s: float, on_stuck: Callable[[], None]) -> None:
-    """Call ``on_stuck`` when no collective has ended for ``timeout_s`` seconds: a rank hangs, or its cable is out.
+    """Call ``on_stuck`` when no collective has ended for ``timeout_s`` seconds: a rank hangs or is disconnected.
 
-    Nothing comes back from MLX then, so this is a thread of its own, and it can only end the process.
+    MLX does not return then. So this runs on its own thread, and can only end the process.
     """
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Rank 0 of several: what the scheduler opens models with and steps, saying first what it does (protocol.py)."""
+"""Rank 0 of several: the scheduler's model loader and backends, which announce each action first (protocol.py)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:  # they import MLX
     from mlx_serve.engine.generate.loaded import LoadedBackend
     from mlx_serve.engine.ranks.group import Ranks
 
-# How long all ranks sleep at a time when there is nothing to do: MLX waits for a message with a busy loop. A request
-# that comes meanwhile waits for the others to wake up, the longer the longer the pause has been.
+# How long all ranks sleep at a time when idle, because MLX waits for a message in a busy loop. A request that comes
+# meanwhile waits until the others wake up. The sleep grows with the length of the pause.
 FIRST_REST_S = 0.005
 LONGEST_REST_S = 0.1
 
 
 class Leader:
-    """The scheduler's ModelLoader on rank 0: what it does, all ranks do.
+    """The scheduler's ModelLoader on rank 0. All ranks repeat its actions.
 
     ``on_leave`` is called when another rank was told to end.
-    ``cache_bytes``: what the kept prefixes of one model may hold. None: what the memory leaves.
+    ``cache_bytes``: the limit for the kept prefixes of one model. None: limited by the memory alone.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Leader:
         self._on_leave = on_leave
         self.cache_bytes = cache_bytes
         self._rest_s = FIRST_REST_S
-        # Any thread; of this rank alone.
+        # Called by any thread; concerns this rank alone.
         self.tokenizer = store.tokenizer
         self.vocabulary = store.vocabulary
         self.weights_bytes = store.weights_bytes
@@ -61,7 +61,7 @@ class Leader:
         self._store.unload(name)
 
     def beat(self) -> float:
-        """Tell the others that there is nothing to do, and so see that they are there. Seconds until the next time."""
+        """Tell idle ranks to wait, which also checks that they are alive. Returns the seconds until the next call."""
         rest_s = self._rest_s
         self.post("rest", rest_s)
         self._rest_s = min(2 * rest_s, LONGEST_REST_S)
@@ -72,29 +72,29 @@ class Leader:
         return isinstance(error, ALIKE) and not self.lost
 
     def lose(self) -> None:
-        """Say nothing any more: a rank is gone, or did what another one did not."""
+        """Stop sending: a rank is gone or out of step."""
         self._ranks.lost = True
 
     @property
     def lost(self) -> bool:
-        """Whether there is nobody to talk to."""
+        """Whether the other ranks are lost."""
         return self._ranks.lost
 
     def close(self) -> None:
-        """Let all models go, and end the others."""
+        """Unload all models, and end the other ranks."""
         if not self.lost:
             self.post("stop")
         self._store.close()
 
     def post(self, kind: str, *arguments: Any) -> None:
-        """Say what is done next. Raises EngineLost."""
+        """Announce the next action. Raises EngineLost."""
         self._rest_s = FIRST_REST_S
         if self._ranks.post([kind, *arguments]):
             self._on_leave()
 
 
 class LedBackend:
-    """A Backend of rank 0 that says what it does. Jobs are called by numbers; the figures are this rank's."""
+    """Rank 0's Backend, which announces its actions. Messages refer to jobs by number; all figures are this rank's."""
 
     def __init__(self, leader: Leader, name: str, part: LoadedBackend, kept: PrefixCache) -> None:
         self.capacity = part.capacity
@@ -126,7 +126,7 @@ class LedBackend:
         return self._part.n_evicted
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """What KV caches can come to on this rank: it has the most layers of a pipeline."""
+        """The most bytes of the KV caches on this rank, which has the most layers of a pipeline."""
         return self._part.kv_bytes(jobs)
 
     def insert(self, job: Job) -> None:
@@ -156,7 +156,7 @@ class LedBackend:
         return events
 
     def shrink_cache(self, max_bytes: int) -> None:
-        """Give up prefixes; the others then keep as many, for their bytes differ."""
+        """Evict prefixes. The others then keep the same number, because their bytes differ."""
         n_before = len(self._kept)
         self._part.shrink_cache(max_bytes)
         if len(self._kept) < n_before:
@@ -165,7 +165,7 @@ class LedBackend:
     def close(self) -> None:
         """Close the backends of all ranks."""
         if self._leader.lost:
-            # What is under way in MLX never ends.
+            # The running MLX work never ends.
             return
         self._leader.post("close", self._name)
         self._part.close()

@@ -1,12 +1,12 @@
-"""One server in several processes: rank 0 decides and says what it does, the others do the same to their parts.
+"""One server in several processes: rank 0 decides and announces each action, and the others repeat it on their part.
 
     rank 0   scheduler -> Leader, LedBackend --post--> the same call on its own part
     others                                   receive --> Follower --> the same call on its own part
 
-A model's computations meet in MLX's collectives, so all ranks must run the same ones in the same order. What depends on
-time or on a rank's own memory (how many tokens to prefill, which grammar took too long, how many prefixes to keep) is
-decided on rank 0 and said; all else follows alike from what was said. This module has what both sides share; leader.py
-and follower.py are the sides. Knows no MLX; worker thread.
+A model's computations meet in MLX's collectives, so all ranks must run the same ones in the same order. Some decisions
+depend on time or on a rank's memory: how many tokens to prefill, which grammar took too long, how many prefixes to
+keep. Rank 0 makes and announces these. All else follows from the messages. This module has the parts that leader.py
+and follower.py share. Knows no MLX; worker thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _READING, _READ, _FAILED = range(3)
 
 
 class Store(ModelLoader, Protocol):
-    """The models of one rank (``models.store.ModelStore``): loading is cut in parts, which ranks do side by side."""
+    """The models of one rank (``models.store.ModelStore``). Loading has separate parts, which ranks do in parallel."""
 
     def tokenizer(self, entry: ModelEntry) -> Any:
         """The model's tokenizer."""
@@ -44,17 +44,17 @@ class Store(ModelLoader, Protocol):
         """Read a model's weights in slices."""
 
     def finish(self, name: str) -> LoadedBackend:
-        """A backend for a model that was read; all ranks at once."""
+        """A backend for a model that was read. All ranks call this together."""
 
     def prefix_cache(self, name: str) -> PrefixCache:
         """The kept prefixes of a model in memory."""
 
     def close(self) -> None:
-        """Let all models go."""
+        """Unload all models."""
 
 
 class JointOpening:
-    """A model that all ranks load, each at its own pace; what they compute together begins when all have read it."""
+    """A model that all ranks load, each at its own pace. The common computation begins when all have read it."""
 
     def __init__(self, store: Store, ranks: Ranks, name: str) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class JointOpening:
         self._error: ApiError | None = None
 
     def go_on(self) -> LoadedBackend | None:
-        """A slice further on every rank. The backend when all are done; raises ApiError, on all, when one failed."""
+        """Load a slice on every rank. Returns the backend when all are done; raises ApiError on all if one failed."""
         with self._ranks.stream():
             self._read()
             states = [state for (state,) in self._ranks.gather([self._state])]
@@ -95,7 +95,7 @@ def _failed_elsewhere(name: str, rank: int) -> ApiError:
 
 
 def job_data(job: Job) -> dict[str, Any]:
-    """What another rank has to know of a job, as JSON takes it."""
+    """A job as JSON values, for another rank."""
     return {
         "model": job.model,
         "tokens": job.prompt.tokens,
@@ -125,7 +125,7 @@ def job_of(data: dict[str, Any]) -> Job:
 
 
 def _frozen(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has lists where the fields hold tuples."""
+    """The fields with tuples in place of JSON's lists."""
     return {name: _tuples(value) for name, value in fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""When a job's time is over, and the error that its client then gets. Knows no thread: the scheduler has the jobs."""
+"""The deadlines of jobs, and the errors for missing them. Knows no thread: the scheduler has the jobs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 
 from mlx_serve.values import ApiError, Job
 
-# Told to a refused client: about as long as a short answer takes, so that its retry finds room.
+# The Retry-After of a refused client. It is about the time of a short answer, so a retry is likely to find room.
 RETRY_AFTER_S = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that a job may wait for its turn, and seconds that it may take in all. 0: any time."""
+    """The seconds that a job may wait for its turn, and those that it may take in all. 0: no limit."""
 
     queue_timeout_s: float = 0.0
     request_timeout_s: float = 0.0
 
     def due_s(self, job: Job, *, waits: bool) -> float:
-        """When the job's time is over, on the clock of its arrival. ``waits``: its turn has not come."""
+        """The job's deadline, on the clock of its arrival. ``waits``: the job is still in the queue."""
         limits = [self.request_timeout_s, self.queue_timeout_s if waits else 0.0]
         return min((job.arrived_s + limit for limit in limits if limit), default=math.inf)
 
     def fault(self, job: Job, now: float, *, waits: bool) -> ApiError | None:
-        """What to tell the client of a job whose time is over; None: it is not."""
+        """The error for the client if the job's deadline has passed; None: it has not."""
         age_s = now - job.arrived_s
         if waits and self.queue_timeout_s and age_s >= self.queue_timeout_s:
             return _waited_too_long(self.queue_timeout_s)
@@ -34,7 +34,7 @@ class Deadlines:
 
 
 def retry_headers() -> tuple[tuple[str, str], ...]:
-    """For errors after which the same request may succeed."""
+    """The headers of errors after which the same request may succeed."""
     return (("Retry-After", str(RETRY_AFTER_S)),)
 
 

@@ -1,6 +1,6 @@
-"""What the MLX thread is doing and for how long, compared with what such work took before. Knows no MLX and no jobs.
+"""What the MLX thread is doing and for how long, compared with earlier work of the kind. Knows no MLX and no jobs.
 
-The MLX thread notes the beginning of each piece of work; any other thread may ask whether the present one takes far
+The MLX thread records the start of each piece of work. Any other thread may ask whether the current piece takes far
 longer than usual. Work inside MLX cannot be interrupted, so a piece that hangs can only be reported.
 """
 
@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Work is judged by the last pieces of its kind: it is overdue after so many times what they took.
+# A piece of work is overdue after so many times the duration of recent pieces of its kind.
 _N_LAST = 32
 _FAR_LONGER = 20
 
 
 class Costs:
-    """What the last pieces of one kind of work took, in seconds.
+    """The durations of the last pieces of one kind of work, in seconds.
 
-    No piece is overdue before ``least_s``; the first one, of which nothing is known yet, not before ``first_s``.
+    No piece is overdue before ``least_s``. The first piece, without anything to compare, is not before ``first_s``.
     """
 
     def __init__(self, least_s: float, first_s: float) -> None:
@@ -27,13 +27,13 @@ class Costs:
         self._last: deque[float] = deque(maxlen=_N_LAST)
 
     def note(self, seconds: float) -> None:
-        """A piece took so long."""
+        """Record the duration of a piece."""
         self._last.append(seconds)
 
     def limit_s(self) -> float:
         """After how long a piece is overdue.
 
-        The longest of several pieces does not count: after one that hung for a minute, the next one would have twenty.
+        The longest of several pieces is ignored. Otherwise, after a hang of a minute, the next piece would have twenty.
         """
         if not self._last:
             return self._first_s
@@ -71,23 +71,23 @@ class Heartbeat:
         self._work: _Work | None = None
 
     def turn_to(self, name: str, costs: Costs) -> None:
-        """The piece of work so far is done, and another one begins."""
+        """End the current piece of work and begin another one."""
         now = self._clock()
         self._end(now)
         self._work = _Work(name, costs, now, costs.limit_s())
 
     def rest(self) -> None:
-        """The piece of work so far is done, and there is no other one."""
+        """End the current piece of work; the thread is idle now."""
         self._end(self._clock())
         self._work = None
 
     @property
     def is_resting(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether the thread is idle."""
         return self._work is None
 
     def overdue(self) -> Overdue | None:
-        """The present piece of work, if it takes far longer than such work does."""
+        """The current piece of work, if it takes far longer than usual."""
         work = self._work
         if work is None:
             return None
