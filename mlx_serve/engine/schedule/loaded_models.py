@@ -1,7 +1,7 @@
 """The models in memory with the jobs that each runs, and the model that is being loaded.
 
 Only the worker thread opens, unloads and changes them. Other threads read them under the scheduler's lock, which is
-handed in. Knows no queue: the scheduler says which job gets in.
+passed in. Knows no queue: the scheduler admits jobs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Slot:
-    """A model in memory. ``costs``: what its steps took so far."""
+    """A model in memory. ``costs``: the durations of its steps so far."""
 
     backend: Backend
     costs: Costs
@@ -31,14 +31,14 @@ class Slot:
 
     @property
     def n_prefilling(self) -> int:
-        """Jobs whose prompts are not done."""
+        """Jobs whose prompts are not finished."""
         return len(self.running) - self.backend.n_decoding
 
 
 class LoadedModels:
-    """``slots`` by name, the least recently used first; ``opening`` is a model on its way into memory.
+    """``slots`` by name, the least recently used first. ``opening``: the model that is being loaded.
 
-    ``served``: a model was ready at some time. ``new_costs`` makes the costs of a new model's steps.
+    ``served``: whether any model has been ready. ``new_costs`` makes the record of a new model's step durations.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class LoadedModels:
         self.slots: dict[str, Slot] = {}
         self.opening: tuple[str, Opening] | None = None
         self.served = False
-        # Of the models that are no longer in memory.
+        # Evictions of models that are no longer in memory.
         self._n_evicted_before = 0
 
     def running(self) -> list[Job]:
-        """Of all models, but for those whose clients were told already. Any thread, under the lock."""
-        # Copies at one go: the worker thread takes jobs out without the lock.
+        """All running jobs, except those whose clients already have an error. Any thread, with the lock."""
+        # Atomic copies, because the worker thread removes jobs without the lock.
         return [job for slot in self.slots.values() for job in list(slot.running) if not job.cancelled]
 
     def open(self, name: str) -> None:
-        """Begin to load a model; whoever has to give room for it must be idle by now."""
-        # Nobody has to go for a model that is too large by itself: opening it says so.
+        """Begin to load a model. The models that must be unloaded for it must be idle."""
+        # Do not unload others for a model that is too large by itself: opening it raises the error.
         fits_alone = self._models.has_room([name])
         for other in list(self.slots):
             if not fits_alone or self._models.has_room([*self.slots, name]):
@@ -72,12 +72,12 @@ class LoadedModels:
             self.opening = (name, self._models.open(name))
 
     def may_open(self, name: str) -> bool:
-        """Whether there is room for a model once the idle ones are gone."""
+        """Whether a model fits once the idle ones are unloaded."""
         busy = [other for other, slot in self.slots.items() if slot.running]
         return self._models.has_room([*busy, name]) or not busy
 
     def go_on(self, name: str, opening: Opening) -> None:
-        """Load a slice more of the model that is being loaded. Raises ApiError."""
+        """Load the next slice of the model that is being loaded. Raises ApiError."""
         try:
             next(opening)
         except StopIteration as opened:
@@ -87,24 +87,24 @@ class LoadedModels:
                 self.served = True
 
     def make_anew(self, name: str) -> None:
-        """A backend on weights that are still in memory."""
+        """Make a new backend for weights that are still in memory."""
         if self.opening is None:
             self.opening = (name, self._models.open(name))
         else:
             self._models.unload(name)
 
     def unload(self, name: str) -> None:
-        """Let a model go, with its kept prefixes."""
+        """Unload a model and its kept prefixes."""
         with self._lock:
             slot = self.slots.pop(name)
             self._n_evicted_before += slot.backend.n_evicted
         slot.backend.close()
-        # Not a name more may hold it, or the old model stays in memory beside the new one.
+        # No other reference may remain, or the old model stays in memory beside the new one.
         del slot
         self._models.unload(name)
 
     def unload_unused(self, ttl_s: float) -> None:
-        """Let the models go that were not used for ``ttl_s`` seconds. 0: none."""
+        """Unload the models that were not used for ``ttl_s`` seconds. 0: never."""
         now = self._clock()
         if not ttl_s:
             return
@@ -114,14 +114,14 @@ class LoadedModels:
                 self.unload(name)
 
     def next_expiry_s(self, ttl_s: float) -> float | None:
-        """Seconds until ``unload_unused`` may have something to do; None: nothing ever."""
+        """Seconds until ``unload_unused`` may unload a model; None: never."""
         if not ttl_s or not self.slots:
             return None
         first = min(slot.used_s for slot in self.slots.values())
         return max(0.0, first + ttl_s - self._clock())
 
     def close(self) -> None:
-        """Close all backends, and end what is being loaded."""
+        """Close all backends, and cancel a load in progress."""
         with self._lock:
             opening, self.opening = self.opening, None
             slots = list(self.slots.values())
@@ -132,7 +132,7 @@ class LoadedModels:
             slot.backend.close()
 
     def stats(self, slots: dict[str, Slot], waiting: Counter[str], memory: MemoryUse) -> EngineStats:
-        """The figures of a copy of ``slots``. Any thread."""
+        """The figures for a copy of ``slots``. Any thread."""
         models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
         return EngineStats(
             waiting=waiting.total(),
@@ -149,7 +149,7 @@ class LoadedModels:
         )
 
     def _model_stats(self, name: str, slot: Slot, n_waiting: int) -> ModelStats:
-        # A copy at one go: the worker thread takes jobs out without the lock.
+        # An atomic copy, because the worker thread removes jobs without the lock.
         running = list(slot.running)
         kv_bytes = slot.backend.kv_bytes(running) if running else 0
         weights_bytes, backend = self._models.weights_bytes(name), slot.backend

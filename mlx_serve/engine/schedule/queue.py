@@ -1,4 +1,4 @@
-"""The jobs that wait, in the order in which they are to be served. Not thread-safe: the scheduler has the lock."""
+"""The waiting jobs, in the order in which they are served. Not thread-safe: the scheduler has the lock."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from mlx_serve.engine.schedule.deadlines import retry_headers
 from mlx_serve.values import ApiError, Job
 
-# What a step of priority is worth in waiting time: much beside an ordinary wait, but no job is passed by for ever.
+# The waiting time that equals one step of priority. It is long compared with usual waits, but no job waits for ever.
 PRIORITY_STEP_S = 30.0
-# Beyond this all priorities are alike: 100 steps are 50 minutes.
+# Priorities beyond this count as this: 100 steps are 50 minutes.
 MAX_PRIORITY = 100
 
 
 def rank(job: Job) -> float:
-    """Smaller is earlier: the time of arrival, moved by the priority (smaller is earlier too, as vLLM has it)."""
+    """The sort key, smallest first: the arrival time, shifted by the priority (smaller is earlier, as in vLLM)."""
     return job.arrived_s + PRIORITY_STEP_S * max(-MAX_PRIORITY, min(job.priority, MAX_PRIORITY))
 
 
 class Waiting:
-    """Jobs by their rank; those of equal rank as they came."""
+    """Jobs in the order of their rank; equal ranks in the order of arrival."""
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
@@ -32,12 +32,12 @@ class Waiting:
         return iter(self._jobs)
 
     def add(self, jobs: Sequence[Job]) -> None:
-        """Each to its place."""
+        """Insert each job at its place."""
         for job in jobs:
             insort(self._jobs, job, key=rank)
 
     def take(self, wanted: Callable[[Job], bool]) -> list[Job]:
-        """Take out the jobs that are wanted."""
+        """Remove and return the wanted jobs."""
         taken = [job for job in self._jobs if wanted(job)]
         if taken:
             self._jobs = [job for job in self._jobs if not wanted(job)]
@@ -45,7 +45,7 @@ class Waiting:
 
 
 def queue_full(max_queue: int, n_jobs: int) -> ApiError:
-    """What the client of so many jobs gets when they would be more than ``max_queue``."""
+    """The error for a request whose ``n_jobs`` would exceed ``max_queue``."""
     if n_jobs > max_queue:
         return ApiError(
             400, f"The request asks for {n_jobs} sequences; this server queues at most {max_queue}.", param="n"

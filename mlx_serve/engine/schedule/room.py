@@ -1,6 +1,6 @@
-"""What memory allows: whether a job's KV cache fits beside those that run, and how much kept prefixes may hold.
+"""Memory limits: whether a job's KV cache fits beside the running ones, and how much kept prefixes may take.
 
-Kept prefixes and idle models yield to jobs. Worker thread, but for ``check_alone``. Knows no queue, no MLX.
+Kept prefixes and idle models are dropped for jobs. Worker thread, except ``check_alone``. Knows no queue, no MLX.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mlx_serve.values import ApiError, Job
 
 
 class Room:
-    """Of the models that are loaded."""
+    """The memory for KV caches of the loaded models."""
 
     def __init__(self, models: ModelLoader, loaded: LoadedModels) -> None:
         self._models = models
         self._loaded = loaded
-        # What kept prefixes held when they were last looked at.
+        # The bytes of kept prefixes at the last check.
         self._bounded_bytes = 0
 
     def has_memory(self, job: Job, slot: Slot) -> bool:
-        """Whether the job's KV cache fits beside those that run; kept prefixes yield. Raises ApiError 400: never."""
+        """Whether the job's KV cache fits now; kept prefixes are evicted for it. Raises ApiError 400: it never fits."""
         self.check_alone(job, slot)
         while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
             wanted = self._running_bytes() + self._kv_bytes(slot, [*slot.running, job])
@@ -32,7 +32,7 @@ class Room:
             if wanted <= limit:
                 self._shrink_caches(limit - wanted)
                 return True
-            # Idle models go only when there is nothing to wait for.
+            # Idle models are unloaded only when no running job could make room.
             idle = [name for name, other in self._loaded.slots.items() if other is not slot]
             if not idle or any(other.running for other in self._loaded.slots.values()):
                 return False
@@ -41,7 +41,7 @@ class Room:
 
     def check_alone(self, job: Job, slot: Slot) -> None:
         """Refuse a job that would not fit even alone. Raises ApiError 400. Any thread."""
-        # With no other model in memory: those can go.
+        # Computed without other models in memory, because they can be unloaded.
         limit = self._models.kv_limit([job.model])
         if limit is None or (alone := self._kv_bytes(slot, [job])) <= limit:
             return
@@ -49,20 +49,20 @@ class Room:
             raise _never_fits(job, alone, limit)
 
     def _shorten(self, job: Job, slot: Slot, limit: int) -> bool:
-        """Lower a limit on the output that no client set to what its KV cache has room for; False: there is none."""
+        """Lower an output limit that the client did not set until the KV cache fits; False: not even one token fits."""
         whole = job.sampling
 
         def fits(n_output: int) -> bool:
             job.sampling = replace(whole, max_tokens=n_output)
             return self._kv_bytes(slot, [job]) <= limit
 
-        # The first number of tokens that does not fit, less one.
+        # The first number of tokens that does not fit, minus one.
         most = bisect_left(range(1, whole.max_tokens + 1), True, key=lambda n_output: not fits(n_output))
         job.sampling = replace(whole, max_tokens=most) if most else whole
         return most > 0
 
     def _running_bytes(self) -> int:
-        """What the KV caches of all that runs can come to."""
+        """The most bytes that all running KV caches can take."""
         return sum(self._kv_bytes(slot, slot.running) for slot in self._loaded.slots.values() if slot.running)
 
     def _kv_bytes(self, slot: Slot, jobs: Collection[Job]) -> int:
@@ -72,14 +72,14 @@ class Room:
         return sum(slot.backend.cache_bytes for slot in self._loaded.slots.values())
 
     def bound_caches(self) -> None:
-        """After a step may have kept more prefixes."""
+        """Enforce the limit after a step, which may have kept more prefixes."""
         if self._cached_bytes() > self._bounded_bytes:
             limit = self._models.kv_limit(list(self._loaded.slots))
             if limit is not None:
                 self._shrink_caches(limit - self._running_bytes())
 
     def _shrink_caches(self, max_bytes: int) -> None:
-        """The least recently used model's prefixes go first."""
+        """Evict prefixes, those of the least recently used model first."""
         excess = self._cached_bytes() - max(0, max_bytes)
         for slot in self._loaded.slots.values():
             if excess <= 0:

@@ -4,9 +4,9 @@
                   |                                                                |
                   +------------------ cancel, time out, recover, stop -------------+
 
-A job is looked at, inserted and only then taken off the queue: whatever raises in between, it is still in a list, and
-its client is told. Only the worker thread touches backends and changes the slots; the queue is shared, under the lock.
-A step may hang: whatever has to be answered in time (``expire``, ``cancel``, ``stop``, ``health``) never waits for one.
+A job leaves the queue only after it is inserted. If anything raises in between, the job is still in a list, and its
+client gets the error. Only the worker thread uses backends and changes the slots; the queue is shared, under the lock.
+A step may hang, so calls that must return in time (``expire``, ``cancel``, ``stop``, ``health``) never wait for one.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job
 
 log = logging.getLogger(__name__)
 
-# A step can't be interrupted, and a place is to be free within a second of its client's hanging up.
+# A step can't be interrupted, and a place must be free within a second after its client hangs up.
 IDLE_GAP_S = 0.5
-# Least time after which a piece of the MLX thread's work may be called overdue, and that of a first piece, of which
-# nothing is known: a model's first step compiles kernels, its weights may come from a slow disk.
+# The least times after which the MLX thread's work counts as overdue. The second is for the first piece of a kind,
+# which has nothing to compare: a first step compiles kernels, and weights may come from a slow disk.
 _STEP_S = (20.0, 120.0)
 _LOAD_S = (120.0, 120.0)
 _OTHER_S = (60.0, 60.0)
-# While the MLX thread works, it is looked at so often.
+# How often a working MLX thread is checked.
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of the queue and of the pauses in a stream, in seconds; 0: no time-out."""
+    """Limits of the queue and of the pauses in a stream, in seconds; 0: no time-out."""
 
     max_queue: int = 128
     max_gap_s: float = 0.2
@@ -56,9 +56,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What /health tells. ``models`` are those in memory, the most recently used last.
+    """The state for /health. ``models`` are those in memory, the most recently used last.
 
-    "stalled": the MLX thread's present step takes far longer than steps do; ``reason`` says what it is at.
+    "stalled": the MLX thread's current step takes far longer than usual; ``reason`` names the work.
     """
 
     status: Literal["ok", "loading", "stalled", "stopped"]
@@ -69,7 +69,7 @@ class Health:
 
 
 class Scheduler:
-    """First come, first served, but for priorities; several models take turns step by step."""
+    """First come, first served, adjusted by priorities. Several models take turns, a step each."""
 
     def __init__(
         self, models: ModelLoader, limits: Limits = Limits(), clock: Callable[[], float] = time.monotonic
@@ -86,10 +86,10 @@ class Scheduler:
         self._loaded = LoadedModels(models, self._changed, clock, lambda: Costs(*_STEP_S))
         self._slots = self._loaded.slots
         self._room = Room(models, self._loaded)
-        # Whom an exception concerns: the job on its way in, or the model whose step it is.
+        # What an exception concerns: the job being admitted, or the model whose step is running.
         self._admitting: Job | None = None
         self._stepping: str | None = None
-        # Asked for on the worker thread, as all of MLX is.
+        # Read on the worker thread, like everything of MLX.
         self._memory = MemoryUse()
         self._stopped = False
         self._cancelled = False
@@ -99,7 +99,7 @@ class Scheduler:
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the jobs of one request, all or none.
 
-        Raises ApiError: 503 when the engine has stopped, 429 when ``max_queue`` would be passed, 400 when a job's KV
+        Raises ApiError: 503 when the engine has stopped, 429 when ``max_queue`` would be exceeded, 400 when a job's KV
         cache could never fit.
         """
         self._check_size(jobs)
@@ -122,7 +122,7 @@ class Scheduler:
             return None
 
     def cancel(self, jobs: Collection[Job]) -> None:
-        """Let go of jobs; harmless for those that have ended. Their places are free after the step that is running."""
+        """Cancel jobs; no effect on ended ones. Their places are free after the running step."""
         with self._changed:
             self._let_go(jobs)
 
@@ -136,7 +136,7 @@ class Scheduler:
             elif overdue is not None:
                 status = "stalled"
             elif self._loaded.opening is not None and not self._loaded.served:
-                # Later loads are part of the service: a load balancer that saw "loading" would take the server out.
+                # Later loads are part of normal service: for "loading", a load balancer would remove the server.
                 status = "loading"
             n_running = sum(len(slot.running) for slot in self._slots.values())
             reason = str(overdue) if status == "stalled" else ""
@@ -153,7 +153,7 @@ class Scheduler:
     # Called by the watch thread.
 
     def expire(self) -> None:
-        """Tell the jobs whose time is over, and let go of them."""
+        """Fail the jobs whose deadlines have passed."""
         now = self._clock()
         with self._changed:
             jobs = [(job, True) for job in self._waiting] + [(job, False) for job in self._loaded.running()]
@@ -163,7 +163,7 @@ class Scheduler:
             self._fail([job], error)
 
     def wait_for_deadline(self) -> None:
-        """Block until a job's time may be over, or the MLX thread should be looked at."""
+        """Block until the next deadline, or until the MLX thread should be checked."""
         with self._changed:
             if self._stopped:
                 return
@@ -175,11 +175,11 @@ class Scheduler:
             self._changed.wait(None if next_s == math.inf else next_s)
 
     def overdue(self) -> Overdue | None:
-        """What the MLX thread is at, if it takes far longer than such work does. Any thread."""
+        """The MLX thread's current work, if it takes far longer than usual. Any thread."""
         return self._heart.overdue()
 
     def _let_go(self, jobs: Collection[Job]) -> None:
-        """Under the lock: off the queue now, out of the batches after the step that is running."""
+        """With the lock held: remove jobs from the queue now, and from the batches after the running step."""
         if not jobs:
             return
         for job in jobs:
@@ -191,7 +191,7 @@ class Scheduler:
     # Called by the worker thread.
 
     def step(self) -> bool:
-        """Drop what has ended, load and admit what there is room for, go a step on. False: there was nothing to do."""
+        """Remove ended jobs, load models and admit jobs that fit, and run one step. False: there was nothing to do."""
         self._heart.turn_to("admission", self._other_costs)
         self._drop_cancelled()
         try:
@@ -229,17 +229,17 @@ class Scheduler:
             )
 
     def load(self, name: str) -> None:
-        """Load a model now, with nothing else going on. Raises ApiError."""
+        """Load a model now, while nothing else runs. Raises ApiError."""
         self._loaded.open(name)
         while self._loaded.opening is not None:
             self._continue_opening()
         self._memory = self._models.memory()
 
     def recover(self, error: ApiError) -> bool:
-        """After ``step`` raised: fail those whom it concerns, so that the next step can go on. False: nobody.
+        """Fail the jobs that an exception of ``step`` concerns, so that the next step can run. False: there are none.
 
-        A job on its way in fails alone; a model that can't be loaded fails all that wait for it; a step that failed
-        fails its model's jobs, and the backend, whose state is unknown, is made anew.
+        A job that was being admitted fails alone. A model that can't be loaded fails all jobs that wait for it. A
+        failed step fails the jobs of its model, and its backend, whose state is unknown, is replaced.
         """
         self._heart.turn_to("recovery", self._other_costs)
         job, self._admitting = self._admitting, None
@@ -249,11 +249,11 @@ class Scheduler:
         elif name is not None:
             with self._changed:
                 slot = self._slots.pop(name)
-                # It may have failed to let go of some, with those of other models still to come.
+                # Removing the cancelled jobs may have failed midway, before those of other models.
                 self._cancelled = True
-            # First of all: what follows may raise in its turn.
+            # Clients get their errors first, because the code below may raise too.
             self._fail(slot.running, error)
-            # Memory may be what was wanting.
+            # The error may be a lack of memory.
             slot.backend.shrink_cache(0)
             self._loaded.make_anew(name)
         elif self._loaded.opening is not None:
@@ -264,9 +264,9 @@ class Scheduler:
         return True
 
     def stop(self, error: ApiError | None = None) -> None:
-        """Refuse new jobs and tell all others at once; those that run get ``error``, or that the server stops.
+        """Refuse new jobs and fail all others at once. Running jobs get ``error``, by default that the server stops.
 
-        Any thread may call it; the worker's loop then ends.
+        Any thread may call this. The worker's loop then ends.
         """
         with self._changed:
             self._stopped = True
@@ -283,11 +283,11 @@ class Scheduler:
         return self._stopped
 
     def close(self) -> None:
-        """The worker's last act: nobody is left waiting, and backends are closed on the thread that made them."""
+        """The worker's last call: fails jobs that are left, and closes the backends on the thread that made them."""
         self.stop()
         self._loaded.close()
 
-    # Letting go.
+    # Removing jobs.
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -314,10 +314,10 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Take in, in order, what there is room for.
+        """Admit waiting jobs in order, as far as they fit.
 
-        A job that waits for memory holds back all behind it, or a stream of smaller ones would pass it by for ever;
-        one that waits for its model's batch or load holds back that model's jobs alone.
+        A job that waits for memory holds back all later jobs; otherwise smaller ones could pass it for ever. A job
+        that waits for its model's batch or load holds back only that model's jobs.
         """
         held: set[str] = set()
         for job in self._in_line():
@@ -344,11 +344,11 @@ class Scheduler:
         if not self._room.has_memory(job, slot):
             return "blocked"
         slot.backend.insert(job)
-        # At one go, for ``stop`` and ``expire`` to find it in one of the two.
+        # One atomic change, so that ``stop`` and ``expire`` find the job in the queue or in the batch.
         with self._changed:
             self._waiting.take(lambda other: other is job)
             slot.running[job] = None
-            # The most recently used one last.
+            # The most recently used model is last.
             self._slots[job.model] = self._slots.pop(job.model)
         return "in"
 
@@ -361,7 +361,7 @@ class Scheduler:
         return "held"
 
     def _check_size(self, jobs: Iterable[Job]) -> None:
-        """What can't ever fit is refused before it queues, when its model is in memory and can tell."""
+        """Refuse a job that can never fit before it is queued, if its model is in memory."""
         with self._changed:
             slots = dict(self._slots)
         for job in jobs:
@@ -379,7 +379,7 @@ class Scheduler:
             return list(self._waiting)
 
     def _take(self, wanted: Callable[[Job], bool]) -> list[Job]:
-        """Take the jobs that are wanted off the queue."""
+        """Remove and return the wanted jobs of the queue."""
         with self._changed:
             return self._waiting.take(wanted)
 

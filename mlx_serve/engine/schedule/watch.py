@@ -1,6 +1,6 @@
-"""The thread beside the MLX thread: it ends jobs whose time is over, and reports a step that hangs.
+"""A thread that fails jobs whose deadlines have passed, and reports a step that hangs.
 
-Neither can be left to the MLX thread, whose steps may take arbitrarily long. Touches no MLX.
+The MLX thread can do neither, because its steps may take arbitrarily long. Touches no MLX.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Watch(Thread):
         self._has_reported = False
 
     def run(self) -> None:
-        """The thread's life."""
+        """Watch until the scheduler is stopped."""
         while not self._scheduler.stopped:
             self._scheduler.expire()
             self._report()

@@ -1,6 +1,6 @@
-"""The one thread that touches MLX. It steps the scheduler; when it ends, all jobs are told and so is its owner.
+"""The one thread that touches MLX. It steps the scheduler. When it ends, it fails all jobs and informs its owner.
 
-Every mlx array, stream and cache is made, used and dropped here: MLX streams belong to the thread that made them.
+Every mlx array, stream and cache is made, used and dropped here, because MLX streams belong to their thread.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from mlx_serve.values import ApiError, internal_error
 
 log = logging.getLogger(__name__)
 
-# Steps that fail one after the other without a job or a model to blame: more of them will not end by themselves.
+# The limit of consecutive steps that fail without a job or a model to blame. More would not stop by themselves.
 _MOST_UNEXPLAINED = 3
 
 
 class Worker(Thread):
-    """Runs the scheduler until it is stopped, then calls ``release`` to let all models go.
+    """Runs the scheduler until it is stopped, then calls ``release`` to unload all models.
 
-    ``ready`` is done when the first model is loaded, or could not be. What ends the thread before it is stopped is
-    ``fault``: something that is no Exception (a panic in Rust), a recovery that failed, or, with ``peers``, a step that
-    failed on nobody knows which of them. All jobs are then told, and ``on_fault`` is called; nothing can be generated
-    in this process any more.
+    ``ready`` is done when the first model is loaded or has failed to load. ``fault``: why the thread ended before it
+    was stopped. It is not an Exception (a panic in Rust), or a failed recovery, or, with ``peers``, a step that may
+    have failed on some ranks only. All jobs then fail, ``on_fault`` is called, and this process can no longer
+    generate.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Worker(Thread):
         self._n_unexplained = 0
 
     def run(self) -> None:
-        """The thread's life: load, step until stopped, close. Each part is tried, whatever came of the one before."""
+        """Load, step until stopped, close. Each part runs even if the one before it failed."""
         for part in (self._live, self._scheduler.close, self._release):
             try:
                 part()
@@ -59,7 +59,7 @@ class Worker(Thread):
                 self._give_up(error)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Tell all jobs, and wait until the thread has ended after its present step. False: it took too long."""
+        """Fail all jobs, and wait until the thread has ended after its current step. False: it took too long."""
         self._scheduler.stop()
         self.join(timeout_s)
         return not self.is_alive()
@@ -74,7 +74,7 @@ class Worker(Thread):
         try:
             if self._first_model is not None:
                 self._scheduler.load(self._first_model)
-        except Exception as error:  # noqa: BLE001 - the thread boundary: whoever waits for ``ready`` gets it
+        except Exception as error:  # noqa: BLE001 - the thread boundary: the error goes to ``ready``
             if self._peers is not None and not isinstance(error, ApiError):
                 self._peers.lose()
             self.ready.set_exception(error)
@@ -87,7 +87,7 @@ class Worker(Thread):
             if not self._scheduler.step():
                 self._rest()
             self._n_unexplained = 0
-        except Exception as error:  # the thread boundary: what went wrong concerns the requests, not the server
+        except Exception as error:  # the thread boundary: the error fails requests, not the server
             log.exception("a generation step failed")
             if self._peers is not None and not self._peers.survives(error):
                 raise
