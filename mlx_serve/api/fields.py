@@ -46,9 +46,9 @@ def _finite(value: float) -> float:
 
 
 def _text(value: str) -> str:
-    # JSON can spell half a surrogate pair, which is no character: neither tokenizers nor UTF-8 take it.
+    # JSON can encode half a surrogate pair. It is not a character, and tokenizers and UTF-8 reject it.
     try:
-        # Encoding finds it in a hundredth of the time that looking at each character takes.
+        # Encoding finds it a hundred times faster than a check of each character.
         value.encode()
     except UnicodeEncodeError:
         refuse("Holds half of a surrogate pair, which is not a character.")
@@ -56,7 +56,7 @@ def _text(value: str) -> str:
 
 
 def _few_pairs(value: Any) -> Any:
-    # Before each of them is looked at: a body of a million faulty pairs would be a million errors to write down.
+    # The length is checked before the pairs: a million faulty pairs would produce a million errors.
     if isinstance(value, dict) and len(value) > MAX_PAIRS:
         refuse(f"At most {MAX_PAIRS} pairs.")
     return value
@@ -68,7 +68,7 @@ def _object(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _repetition_penalty(value: float) -> float:
-    # It divides and multiplies logits in float32: near 0 that gives infinities, and then no number at all.
+    # The penalty divides and multiplies logits in float32. Near 0 the results are infinities, then NaN.
     if value != 0 and not 0.01 <= value <= 100:
         refuse("Must be 0 (off) or between 0.01 and 100.")
     return value
@@ -80,7 +80,7 @@ def _stop_list(value: Any) -> Any:
         refuse("Must be a string or a list of strings.")
     if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
         refuse(f"At most {MAX_STOPS} stop strings of at most {MAX_STOP_CHARS} characters.")
-    # Forms send an empty field as an empty string; it would match before the first token.
+    # Forms send an empty field as an empty string, which would match before the first token.
     return [stop for stop in stops if stop]
 
 
@@ -98,9 +98,9 @@ def _logit_bias(value: Any) -> Any:
 
 
 def content_text(value: Any, *, describe_others: bool = False) -> str:
-    """The text of a message's content. Parts join without anything between: one part is the same as a plain string.
+    """The text of a message's content. Parts are joined without a separator, so one part equals a plain string.
 
-    A part that is no text is refused, or with ``describe_others`` replaced by a note for the model.
+    A part that is not text is refused, or with ``describe_others`` replaced by a note for the model.
     """
     if isinstance(value, str):
         return value
@@ -122,7 +122,7 @@ def _part_text(part: Any, describe_others: bool) -> str:
 
 
 def omitted(kind: str) -> str:
-    """What the model reads in place of a picture or file in a tool's result, which the client cannot take back."""
+    """The note that replaces a picture or file in a tool's result, which the client cannot change."""
     return f"[{kind[:80]} omitted: this model reads text only]"
 
 
@@ -187,13 +187,13 @@ Object = Annotated[dict[str, Any], AfterValidator(_object)]
 Pairs = Annotated[dict[str, Str], BeforeValidator(_few_pairs)]
 Float = Annotated[float, AfterValidator(_finite)]
 RepetitionPenalty = Annotated[Float, AfterValidator(_repetition_penalty)]
-# mlx-lm slices with it, and MLX's slices take 32 bits: a larger one would fail everybody's step.
+# mlx-lm slices by this number, and MLX's slices take 32 bits. A larger number would fail the whole batch's step.
 ContextSize = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopIds = Annotated[list[TokenId], Field(max_length=MAX_STOPS), FailFast()]
 AllowedIds = Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_IDS), FailFast()]
 Stops = Annotated[list[Str], BeforeValidator(_stop_list)]
 LogitBias = Annotated[dict[int, float], BeforeValidator(_logit_bias)]
-# OpenAI's and vLLM's range. MLX's random keys are made of 64 bits: a larger seed would be another one's.
+# OpenAI's and vLLM's range. MLX's random keys have 64 bits, so a larger seed would equal another one.
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TemplateOptions = Annotated[Object, AfterValidator(_template_options)]
 Prompts = Annotated[list[Str] | list[list[int]], BeforeValidator(_prompts)]
@@ -204,7 +204,7 @@ TextLogprobs = Annotated[bool | int | None, BeforeValidator(_text_logprobs)]
 
 
 class Model(BaseModel):
-    """Frozen and strict; what is not known is ignored, for clients send vendor extras."""
+    """Frozen and strict. Unknown fields are ignored, because clients send vendor extras."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 

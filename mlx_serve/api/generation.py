@@ -1,4 +1,4 @@
-"""From jobs to deltas: submit, detokenize, split, cut; and cancel whatever is left when the consumer goes.
+"""From jobs to deltas: submit, detokenize, split and cut; and cancel the remaining jobs when the consumer stops.
 
     TokenEvent -> Detokenizer -> Splitter -> StopCutter (content only) -> Text
                                         \\-> names, arguments          -> ToolCallStart, ToolCallArguments
@@ -39,15 +39,15 @@ from mlx_serve.values import (
     Usage,
 )
 
-# How long a stream may be silent.
+# The longest silence of a stream.
 BEAT_EVERY_S = 10.0
-# A stream's headers wait so long for a job to be admitted, so that a failure still gets its own status.
+# A stream's headers wait this long for a job to be admitted, so that a failure still gets its own status.
 ADMISSION_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a request wants done with the model's text."""
+    """How a request wants the model's text to be processed."""
 
     stops: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
@@ -57,9 +57,9 @@ class OutputOptions:
     forced_call: bool = False
     # The text of each choice's prompt, when it comes first and with log-probabilities.
     echoes: tuple[str, ...] = ()
-    # Further calls are dropped, and end the answer. None: as many as the model makes.
+    # Further calls are dropped and end the answer. None: no limit.
     max_calls: int | None = None
-    # The stop string that ended the text is a part of it.
+    # Whether the stop string that ended the text stays in it.
     keeps_stop: bool = False
 
 
@@ -92,7 +92,7 @@ class Generation:
             with self._running:
                 yield from self._deltas()
         finally:
-            # The tokens that were made while a client did not take those before them, and then left.
+            # Count the tokens that were made while a slow client did not read, and then left.
             for event in self._running.untaken():
                 self._choices[event.index].n_tokens += isinstance(event, TokenEvent)
 
@@ -104,7 +104,7 @@ class Generation:
 
     @property
     def usages(self) -> dict[int, Usage]:
-        """What each choice has come to so far."""
+        """The usage of each choice so far."""
         return {index: choice.usage() for index, choice in self._choices.items()}
 
     def cancel(self) -> None:
@@ -115,7 +115,7 @@ class Generation:
         spoken_at = time.monotonic()
         while self._running:
             event = self._running.next(BEAT_EVERY_S)
-            # Tokens may come all the while and have no text yet: a marker, a tool call that is read at its end.
+            # Tokens may arrive without text: part of a marker, or of a tool call that is parsed at its end.
             if event is None or time.monotonic() - spoken_at >= BEAT_EVERY_S:
                 spoken_at = time.monotonic()
                 yield Beat()
@@ -131,7 +131,7 @@ class Generation:
 
 @dataclass(slots=True)
 class _Choice:
-    """One choice's way from tokens to deltas."""
+    """Converts one choice's tokens to deltas."""
 
     job: Job
     tokenizer: Tokenizer
@@ -141,7 +141,7 @@ class _Choice:
     n_reasoning: int = 0
     n_cached: int = 0
     n_calls: int = 0
-    # A call too many came.
+    # Whether the model made more calls than allowed.
     has_enough: bool = False
     # How much text the splitter was given.
     position: int = 0
@@ -232,7 +232,7 @@ class _Choice:
                 self.logprobs.place(piece)
                 yield from self._text(self.cutter.feed(piece.text))
             else:
-                # A stop string does not reach over what is no content.
+                # A stop string does not match across anything but content.
                 yield from self._text(self.cutter.flush())
                 yield from self._other(piece)
 

@@ -1,4 +1,4 @@
-"""What a request asks for, in the same words for all dialects: a dialect's schema makes it, ``pipeline`` answers it.
+"""A request in a form that all dialects share: a dialect's schema makes it, ``pipeline`` answers it.
 
 Values alone; knows no dialect, no model and no engine.
 """
@@ -15,7 +15,7 @@ from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import Check, Prompt
 
 Messages: TypeAlias = Sequence[dict[str, Any]]
-# Makes a prompt of at most so many tokens, by leaving out messages.
+# Makes a prompt within a number of tokens by leaving out messages.
 Shorten: TypeAlias = Callable[[Messages, Callable[[Messages], ChatText], Tokenizer, Check, int], Prompt]
 
 
@@ -41,7 +41,7 @@ class ChatConversation:
 
 @dataclass(frozen=True, slots=True)
 class PlainTexts:
-    """Prompts as they are, as text or token ids. ``kept_tokens``: the last so many of each; -1: as many as fit.
+    """Plain prompts, as text or token ids. ``kept_tokens``: keep only the last so many of each; -1: as many as fit.
 
     ``special``: a text gets a start token. ``is_echoed``: each prompt comes before its answers.
     """
@@ -72,18 +72,18 @@ class GenerationRequest:
     # What the text must be; or the functions of which the answer has to call one.
     rule: Rule | None = None
     must_call: Sequence[Function] = ()
-    # The tools whose calls are told apart from the text.
+    # The tools whose calls the server parses out of the text.
     tools: Sequence[dict[str, Any]] = ()
     max_calls: int | None = None
     stops: Sequence[str] = ()
     keeps_stop: bool = False
     is_stream: bool = False
-    # Even a stream's log-probabilities are held until its end.
+    # Whether log-probabilities are collected until the end even for a stream.
     holds_logprobs: bool = False
     # Smaller is earlier.
     priority: int = 0
     cache_salt: str | None = None
-    # May only name what the server was started with.
+    # These may only name the adapters and draft model that the server was started with.
     adapters: str | None = None
     draft_model: str | None = None
 

@@ -4,8 +4,8 @@
        ^                                                     |
        +------------------- a socket for each grammar -------+
 
-It holds llguidance and the models' tokens, so a forked process can compile at once. It imports no MLX and has one
-thread, so it may fork. It ends a grammar's process when the other end of its socket is closed: the client has left.
+The program holds llguidance and the models' tokens, so a forked process can compile at once. It may fork, because it
+imports no MLX and has one thread. A client that leaves closes its grammar's socket, and the program ends the process.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.text.grammar_task import compile_task
 from mlx_serve.values import ApiError
 
-# Deep recursion has to end the process here rather than the server, whose threads have 2 MB at least.
+# Deep recursion must end the process here rather than the server, whose threads have at least 2 MB of stack.
 _STACK_BYTES = 2**20
 _TICK_S = 0.1
-# Why a process was ended whose task is begun again.
+# The reason for ending a process whose task starts again later.
 _LATER = "later"
-# Of a small grammar, which finds room in what the process holds already.
+# The memory of a small grammar, which fits into memory that the process already has.
 _LEAST_BYTES = 64 * 1024
 _REASONS: Mapping[int, str] = {
     signal.SIGXCPU: "time",
@@ -54,7 +54,7 @@ _REASONS: Mapping[int, str] = {
 class GrammarLimits:
     """What compiling one grammar may take, and how many are compiled at once; more wait in order.
 
-    As many that take longer than ``short_s`` go on beside them, so that no ordinary grammar waits for dear ones.
+    The same number of grammars that take longer than ``short_s`` may run beside them, so ordinary ones never wait.
     ``bounds``: the system enforces a limit of a process's memory. ``watches``: it does not, so the processes' memory is
     looked at from outside.
     """
@@ -86,14 +86,14 @@ class _Task:
 
 @dataclass(frozen=True, slots=True)
 class _Spare:
-    """A process that waits for its task, so that no task waits for a fork."""
+    """A forked process that waits for a task, so that no task waits for a fork."""
 
     pid: int
     task: socket.socket
 
 
 class _Parent:
-    """Has a process for each task, and ends those that pass a limit or whose clients have left."""
+    """Runs a process for each task, and ends processes that exceed a limit or whose clients have left."""
 
     def __init__(self, control: socket.socket, limits: GrammarLimits) -> None:
         self._control = control
@@ -136,11 +136,11 @@ class _Parent:
             return
         tokens: Tokens = pickle.loads(data)  # noqa: S301 - from the server itself
         self._tries[number] = tokens.trie()
-        # What is here is shared with the processes to come, so the collector leaves it alone.
+        # Forked processes share these objects, so the garbage collector must not touch their pages.
         gc.freeze()
         self._own_bytes = _peak_bytes()
         if self._spare is not None:
-            # It does not have these tokens. It ends when its socket does.
+            # The spare process lacks these tokens. It ends when its socket is closed.
             self._spare.task.close()
             os.waitpid(self._spare.pid, 0)
             self._spare = None
@@ -164,7 +164,7 @@ class _Parent:
             try:
                 send(process.task, TASK, task.vocabulary, task.text, [task.reply.fileno()])
             except OSError:
-                # The process has ended already, which _reap sees.
+                # The process has ended already; _reap handles it.
                 return
 
     def _fork(self) -> _Spare:
@@ -197,7 +197,7 @@ class _Parent:
                     self._kill(task, "memory")
 
     def _give_way(self, task: _Task) -> None:
-        """A task is long: it goes on in a long one's place. If there is none and others wait, it begins again later."""
+        """Move a task that takes long to a place for long ones. Without a free one, restart it later if others wait."""
         if self._has_place(is_long=True):
             task.is_long = True
             with suppress(ProcessLookupError):
@@ -228,7 +228,7 @@ class _Parent:
         self._waiting.append(task)
 
     def _tell_end(self, task: _Task, code: int) -> None:
-        """Say why a process ended that gave no answer itself."""
+        """Answer for a process that ended without an answer."""
         with task.reply:
             if code == 0:
                 return
@@ -249,7 +249,7 @@ def _become(
     try:
         for other in others:
             other.close()
-        # What llguidance prints of its own end is no line of the server's log.
+        # llguidance's output about its crash must not appear in the server's log.
         os.dup2(os.open(os.devnull, os.O_RDWR), 2)
         _bound(limits)
         threading.stack_size(_STACK_BYTES)
@@ -310,7 +310,7 @@ def _compiled(task: Mapping[str, Any], trie: Any) -> dict[str, Any]:
         return {"refusal": error.message, "param": error.param}
     matcher = compile_matcher(trie, text)
     if not matcher.is_error():
-        # Some grammars only show at the first mask what they cost.
+        # Some grammars show their cost only at the first mask.
         matcher.compute_bitmask()
     if matcher.is_error():
         return {"too_complex": str(matcher.get_error())}
@@ -322,7 +322,7 @@ def _line(answer: Mapping[str, Any]) -> bytes:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has held."""
+    """This process's peak memory."""
     n = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return n if sys.platform == "darwin" else n * 1024
 

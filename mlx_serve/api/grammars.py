@@ -1,8 +1,8 @@
-"""Grammars that clients send, compiled: first by another process under limits, then here, where masks are made.
+"""Compiles clients' grammars: first in another process under limits, then here, where masks are made.
 
-Compiling may take any time and memory, and may end the process that does it. ``grammar_child.py`` is that process: it
-is started when the first grammar comes, and again when it has ended. Each grammar has a process of its own there,
-which ends when its client leaves; no other grammar is lost by that.
+Compiling may take any time and memory, and may crash. So ``grammar_child.py`` is a separate process, started when the
+first grammar comes and restarted when it has ended. It compiles each grammar in a process of its own, which ends when
+the client leaves. Other grammars are not affected.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from mlx_serve.values import ApiError, ClientGone, Grammar, internal_error
 
 log = logging.getLogger(__name__)
 
-# Requests whose grammars wait for a process or have one.
+# The most requests whose grammars are being compiled or wait for it.
 MAX_WAITING = 64
-# How often a waiting request looks whether its client is there.
+# How often a waiting request checks that its client is connected.
 _LOOK_S = 0.05
-# The child reads what it is sent at once, but for the seconds in which it takes in a large vocabulary.
+# The child reads messages at once, except for the seconds in which it loads a large vocabulary.
 _SEND_S = 30.0
-# Models whose tokens one child holds: as many as the server holds tokenizers.
+# The most models whose tokens one child holds: as many as the server has tokenizers.
 _MAX_VOCABULARIES = 16
-# The child's modules are found where this process found its own.
+# The child imports its modules from the same place as this process.
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import mlx_serve.api.grammar_child as c; c.main()"
 
 
 class CompilerVocabulary(Protocol):
-    """A model's tokens and kept grammars: ``engine.grammars.Vocabulary``."""
+    """A model's tokens and kept grammars: ``engine.generate.grammars.Vocabulary``."""
 
     number: int
 
@@ -49,17 +49,17 @@ class CompilerVocabulary(Protocol):
         """The tokens for another process."""
 
     def prepare(self) -> Any:
-        """Make what compiling needs here."""
+        """Prepare the tokens for compiling in this process."""
 
     def kept(self, key: str) -> Grammar | None:
-        """A grammar that ``keep`` got with this key."""
+        """The grammar that ``keep`` stored under this key."""
 
     def keep(self, key: str, text: str, n_bytes: int) -> Grammar:
         """Compile a grammar here. Raises ApiError."""
 
 
 class GrammarCompiler:
-    """Compiles what requests demand of their texts. Any thread."""
+    """Compiles the grammars of requests. Any thread."""
 
     def __init__(
         self, vocabulary_of: Callable[[ModelEntry], CompilerVocabulary], limits: GrammarLimits | None = None
@@ -93,7 +93,7 @@ class GrammarCompiler:
         return self._taken(vocabulary, task, answer, param)
 
     def close(self) -> None:
-        """End the child: no grammar is compiled any more."""
+        """End the child. No grammar is compiled any more."""
         with self._lock:
             self._closed = True
             child, self._child = self._child, None
@@ -163,7 +163,7 @@ class _Child:
         self._control.settimeout(_SEND_S)
         command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path), json.dumps(asdict(limits))]
         with theirs:
-            # A session of its own: Ctrl-C at a terminal is for the server, which ends this.
+            # The child has its own session, so Ctrl-C goes to the server alone, which then ends the child.
             self._process = subprocess.Popen(  # noqa: S603 - this Python, and our own module
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
@@ -172,7 +172,7 @@ class _Child:
 
     @property
     def is_full(self) -> bool:
-        """Whether it holds as many models' tokens as it may."""
+        """Whether the child holds tokens of the most models allowed."""
         return len(self._known) >= _MAX_VOCABULARIES
 
     def ask(self, vocabulary: CompilerVocabulary, task: str, alive: Callable[[], bool]) -> dict[str, Any]:
@@ -181,12 +181,12 @@ class _Child:
         with ours:
             with theirs:
                 self._send(vocabulary, task, theirs)
-            # Meanwhile, for a model's first grammar.
+            # For a model's first grammar, this process prepares while the child compiles.
             vocabulary.prepare()
             return _answer(ours, alive)
 
     def close(self) -> None:
-        """End it and all that it compiles."""
+        """End the child and all its compilations."""
         self._control.close()
         try:
             self._process.wait(1)
@@ -206,7 +206,7 @@ class _Child:
 
 
 def _answer(source: socket.socket, alive: Callable[[], bool]) -> dict[str, Any]:
-    """The last line that comes: a process that ends on its way may have begun one before."""
+    """The last line that arrives. A process that crashed may have written part of a line before it."""
     source.settimeout(_LOOK_S)
     data = bytearray()
     while True:

@@ -36,13 +36,13 @@ def list_models(services: Services, request: RawRequest) -> Response:
 
 def get_model(services: Services, request: RawRequest) -> Response:
     """GET /v1/models/{id}"""
-    # A slash in a name may come escaped, which the path still is.
+    # The path is still escaped, and a slash in a name may be escaped.
     name = unquote(request.path.removeprefix("/models/"))
     return json_response(_model_object(services, *services.catalog.look_up(name), services.scheduler.health().models))
 
 
 def _page(found: Sequence[dict[str, Any]], query: dict[str, list[str]]) -> tuple[Sequence[dict[str, Any]], bool]:
-    """A part of the list, and whether there is more of it in the direction that was asked for."""
+    """A page of the list, and whether there are more entries in the requested direction."""
     limit = _limit(query)
     if "before_id" in query:
         before = found[: _place(found, query, "before_id")]
@@ -54,7 +54,7 @@ def _page(found: Sequence[dict[str, Any]], query: dict[str, list[str]]) -> tuple
 
 
 def _limit(query: dict[str, list[str]]) -> int | None:
-    """None: OpenAI's clients know of no pages, and get everything."""
+    """The page size. None: the whole list, for OpenAI's clients, which do not ask for pages."""
     if "limit" not in query:
         return None
     text = query["limit"][0]
@@ -73,7 +73,7 @@ def _place(found: Sequence[dict[str, Any]], query: dict[str, list[str]], param: 
 
 def _model_object(services: Services, name: str, entry: ModelEntry, loaded: Collection[str]) -> dict[str, Any]:
     most = context_tokens(services, entry)
-    # The root of an alias is its model, and of an adapter the model that it is on.
+    # The root of an alias is its model; the root of an adapter is its base model.
     root = entry.name if name != entry.name else entry.base or entry.name
     openai = {"id": name, "object": "model", "created": entry.created, "owned_by": "mlx-serve"}
     ours = {"root": root, "loaded": entry.name in loaded}

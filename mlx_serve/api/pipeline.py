@@ -1,6 +1,6 @@
-"""From what is asked to the answer, whole or streamed: model, grammar, prompts, jobs, and a dialect's writer.
+"""Answers requests, in one piece or as a stream: model, grammar, prompts, jobs, and a dialect's writer.
 
-Every request for answers takes this way. Knows the engine, and no dialect: fields and shapes are the callers'.
+All requests for answers pass through here. Knows the engine, and no dialect: callers pass the fields and shapes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from mlx_serve.values import (
 
 log = logging.getLogger(__name__)
 
-# An odd constant of 64 bits (2**64 over the golden ratio), so that the samples of one seed are not those of the next.
+# An odd 64-bit constant (2**64 over the golden ratio), so that the samples of one seed differ from those of the next.
 _SEED_STRIDE = 0x9E3779B97F4A7C15
-# The most tokens of an answer where neither the request nor the operator nor the model says how many there may be.
+# The most tokens of an answer when the request, the operator and the model set no limit.
 _LIMIT_WITHOUT_CONTEXT = 4096
-# Fields for the format of an answer in words.
+# The fields that set the format of a text answer.
 _FORMAT_FIELDS = ("response_format", "text.format")
 
 
 class Writer(Protocol):
-    """How one dialect writes an answer down."""
+    """Writes answers in one dialect."""
 
     def stream(self, generation: Generation) -> Iterator[bytes]:
         """Its events, one write each."""
@@ -57,12 +57,12 @@ class Writer(Protocol):
         """The answer in one piece."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The last event of a stream that fails on its way."""
+        """The last event of a stream that fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A request whose model, grammar and prompts are found. ``echoes``: each prompt's text, where it is wanted."""
+    """A request with its model, grammar and prompts. ``echoes``: each prompt's text, if the request wants it."""
 
     services: Services
     request: RawRequest
@@ -75,17 +75,17 @@ class Prepared:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """What a request for this model gets when it does not say."""
+        """The defaults of requests for this model."""
         return defaults_of(self.services, self.entry)
 
     @property
     def n_answers(self) -> int:
-        """Of all prompts together."""
+        """The number of answers to all prompts together."""
         return len(self.prompts) * self.asked.n_samples
 
 
 def prepare(services: Services, request: RawRequest, asked: GenerationRequest) -> Prepared:
-    """Raises ApiError 404 for a model, 400 for what cannot be served; ClientGone when nobody waits any more."""
+    """Raises ApiError 404 for the model, 400 for an invalid request; ClientGone when the client has left."""
     entry, tokenizer = find_model(services, asked.model, asked.adapters, asked.draft_model)
     grammar = _grammar(services, request, entry, asked)
     if isinstance(asked.prompt, ChatConversation):
@@ -159,7 +159,7 @@ class _GeneratedAnswer:
             self._note()
 
     def _note(self) -> None:
-        """For the log, which also tells of what was made for a client that has left."""
+        """Note the usage for the log, also when the client has left."""
         usage = total_usage(self.generation.usages, self.prepared.asked.n_samples)
         reasons = {finish.reason for finish in self.generation.finishes}
         self.prepared.request.notes.update(
@@ -172,7 +172,7 @@ class _GeneratedAnswer:
 
 
 class _Stream:
-    """A stream's pieces. Closing it frees its jobs even when not one piece was taken: a generator would not."""
+    """A stream's pieces. Closing it frees its jobs even if it was never iterated, which a generator would not do."""
 
     def __init__(self, pieces: Generator[bytes, None, None], generation: Generation) -> None:
         self._pieces = pieces
@@ -190,13 +190,13 @@ class _Stream:
 
 
 def _grammar(services: Services, request: RawRequest, entry: ModelEntry, asked: GenerationRequest) -> Grammar | None:
-    """What the text has to match: a call of a function that must be called, or else what the request demands.
+    """The grammar of the text: a call of a function that must be called, or else the request's rule.
 
-    Raises ApiError 400 when that is too much, or cannot be compiled for the model; ClientGone when nobody waits.
+    Raises ApiError 400 when it is too large or does not compile for the model; ClientGone when the client has left.
     """
     rule, functions = asked.rule, asked.must_call
     if functions and rule is not None and rule.param not in _FORMAT_FIELDS:
-        # A format is for an answer in words, and there will be none.
+        # A format applies to text, and a required call has no text.
         text = f"'{rule.param}' and a 'tool_choice' that asks for a call exclude each other."
         raise ApiError(400, text, param=rule.param)
     if not functions and rule is None:
@@ -278,11 +278,11 @@ def _allowed(prepared: Prepared) -> Grammar | None:
 
 
 def _gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> Gate:
-    """Where in an answer its grammar takes hold."""
+    """Where in an answer its grammar applies."""
     if not options.is_chat:
         return Gate()
     found = formats(tokenizer)
-    # gpt-oss makes even a call that it has to make in its own way, should it begin one.
+    # gpt-oss may begin a required call in its own format.
     with_calls = bool(options.tools) and (not options.forced_call or found.is_harmony)
     return found.gate(in_reasoning=prompt.in_reasoning, with_calls=with_calls)
 

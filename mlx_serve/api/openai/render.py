@@ -37,7 +37,7 @@ class CompletionHead:
 
 
 def new_head(prefix: str, model: str, fingerprint: str) -> CompletionHead:
-    """With a new id, and the time of now."""
+    """A head with a new id and the current time."""
     return CompletionHead(f"{prefix}-{secrets.token_hex(16)}", int(time.time()), model, fingerprint)
 
 
@@ -99,7 +99,7 @@ def fold(
 def best(choices: Sequence[FoldedChoice], n_per_prompt: int, n_kept: int) -> list[FoldedChoice]:
     """Of each prompt's choices the ``n_kept`` with the highest mean log-probability, numbered anew.
 
-    Their log-probabilities were asked for to this end, and are not shown.
+    Their log-probabilities are only for this choice, and are not shown.
     """
     kept: list[FoldedChoice] = []
     for first in range(0, len(choices), n_per_prompt):
@@ -162,7 +162,7 @@ class ChatRenderer:
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The role, before the first token is known, and only here: clients join the roles they get.
 
-        And an empty list of log-probabilities, as OpenAI sends it: an answer that shows no token has no other.
+        It includes an empty list of log-probabilities, as OpenAI's does: an answer without tokens has no other list.
         """
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk(index, delta, logprobs=chat_logprobs(()) if self._logprobs else None)]
@@ -320,7 +320,7 @@ def _top_by_text(entry: TokenLogprob) -> dict[str, float] | None:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    # The first name is DeepSeek's, vLLM's and llama.cpp's, the second mlx_lm.server's: clients know one or the other.
+    # DeepSeek, vLLM and llama.cpp use the first name, mlx_lm.server the second. Clients know one or the other.
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -44,7 +44,7 @@ class _ToolCall(Model):
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
-    # Only a result may hold what a text model cannot read: its client has no other result to give.
+    # Only a tool's result may hold content that a text model cannot read, because its client cannot change it.
     is_result = info.data.get("role") in _RESULT_ROLES
     return value if value is None else content_text(value, describe_others=is_result)
 
@@ -65,12 +65,12 @@ class ChatMessage(Model):
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Str | None = None
     function_call: _CalledFunction | None = None
-    # mlx_lm.server and OpenRouter call it ``reasoning``, and clients send back what they were given.
+    # mlx_lm.server and OpenRouter call this ``reasoning``, and clients send back the field that they received.
     reasoning_content: Str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @model_validator(mode="after")
     def _has_content(self) -> ChatMessage:
-        # An assistant's turn may be nothing but tool calls; OpenAI's older form of a result may be null.
+        # An assistant's turn may consist of tool calls alone. OpenAI's older form of a result may be null.
         if self.content is None and self.role not in ("assistant", "function"):
             refuse("A message must have 'content'.")
         return self
@@ -148,7 +148,7 @@ class ChatRequest(Request):
 
     @property
     def ends_in_answer(self) -> bool:
-        """Whether the last message is the beginning of an answer, unless the request says that it is not one."""
+        """Whether the model continues the last message: as the request says, else if that is an assistant's text."""
         if self.continue_final_message is not None or self.add_generation_prompt is not None:
             return bool(self.continue_final_message)
         last = self.messages[-1]
@@ -179,7 +179,7 @@ class ChatRequest(Request):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The request's own limit on output tokens; the newer name wins."""
+        """The request's limit on output tokens. The newer field takes precedence."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -219,7 +219,7 @@ def _check_top_logprobs(top_logprobs: int, has_logprobs: bool) -> None:
     if top_logprobs > 0 and not has_logprobs:
         raise ApiError(400, "'top_logprobs' needs 'logprobs': true.", param="top_logprobs")
     if top_logprobs < 0 and has_logprobs:
-        # To mlx_lm.server it means none, to vLLM all of the vocabulary, and to OpenAI nothing.
+        # -1 means "none" to mlx_lm.server and "the whole vocabulary" to vLLM. OpenAI does not define it.
         raise ApiError(400, f"'top_logprobs' must be between 0 and {MAX_TOP_LOGPROBS}.", param="top_logprobs")
 
 
@@ -292,7 +292,7 @@ class CompletionRequest(Request):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether the prompts are all that is wanted, and nothing is to be computed."""
+        """Whether the request wants its prompts back and nothing computed."""
         return self.max_tokens == 0 and self.wanted_logprobs is None
 
     def generation_request(self) -> GenerationRequest:
