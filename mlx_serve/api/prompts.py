@@ -36,7 +36,7 @@ def chat_prompt(
     )
     messages = asked.messages[:-1] if is_begun else asked.messages
     if asked.shorten is not None and most is not None:
-        # Half of the context for what is said now, and what is already known, when the answer may be longer than that.
+        # If the answer may take more than half of the context, the prompt still gets half.
         return asked.shorten(messages, render, tokenizer, check, most - min(asked.reserved, most // 2))
     check(n_content_chars(asked.messages) // tokenizer.max_token_chars)
     return render(messages).prompt(check)
@@ -64,11 +64,11 @@ def _text_prompt(
 ) -> Prompt:
     most = context_tokens(services, entry)
     if isinstance(given, str):
-        # What is over the context is refused, unless it is to be cut; then it is tokenized up to a bound.
+        # A prompt over the context is refused. One that the request wants truncated is tokenized up to a limit.
         check = length_check(request, most if asked.kept_tokens is None else MAX_CUT_TOKENS, "prompt")
         prompt = text_prompt(tokenizer, given, check, special=asked.special)
     else:
-        # Before anything decodes them: a tokenizer is no more careful with ids than MLX is.
+        # The ids are checked before anything decodes them: tokenizers check ids no better than MLX does.
         check_ids(given, entry.vocab_size or tokenizer.n_tokens, "prompt")
         prompt = Prompt(tuple(given))
     return _last_tokens(prompt, asked.kept_tokens, most)

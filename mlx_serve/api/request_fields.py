@@ -56,7 +56,7 @@ def _not_negative(value: int) -> int:
 
 
 class SamplingFields(Model):
-    """How tokens are chosen. Each field has its name in ``values.Sampling``: that is how it gets there."""
+    """How tokens are chosen. Each field has the name of its field in ``values.Sampling``, by which it is copied."""
 
     temperature: Annotated[Float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Float, Field(ge=0, le=1)] | None = None
@@ -82,7 +82,7 @@ class SamplingFields(Model):
 
     @property
     def given_sampling(self) -> dict[str, Any]:
-        """What the request says of it, as ``values.Sampling`` has it."""
+        """The fields that the request sets, by their names in ``values.Sampling``."""
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields}
         return {name: _plain(value) for name, value in fields.items() if value is not None}
 
@@ -120,7 +120,7 @@ class Request(Structured, SamplingFields):
 
     @model_validator(mode="after")
     def _check_allowed_ids(self) -> Request:
-        # Together they could leave no token at all.
+        # Together, these fields could leave no allowed token.
         if self.allowed_token_ids is not None and (self.min_tokens or self.ignore_eos):
             text = "'allowed_token_ids' cannot be combined with 'min_tokens' or 'ignore_eos'."
             raise ApiError(400, text, param="allowed_token_ids")
@@ -143,7 +143,7 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh",
 
 
 def effort_options(effort: Effort | None) -> dict[str, Any]:
-    """A reasoning effort for the chat template. Templates know the efforts by name, but not the absence of any."""
+    """A reasoning effort for the chat template. Templates know efforts by name; "none" turns thinking off instead."""
     if effort is None:
         return {}
     return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}

@@ -1,7 +1,7 @@
-"""Responses that clients may come back to, in memory: bounded in number, bytes and time. Knows no HTTP, no model.
+"""Keeps responses in memory for later requests, limited in number, bytes and time. Knows no HTTP, no model.
 
-A response continues an earlier one, so what it keeps of the conversation is a turn that points at the turn before it. A
-turn lives as long as a kept response needs it; its bytes count until then.
+A response may continue an earlier one. So each keeps only its own turn, which points to the turn before it. A turn
+lives as long as a kept response needs it; its bytes count until then.
 
     entries:  resp_a   resp_b   resp_c
                  |        |        |
@@ -20,7 +20,7 @@ from typing import Any
 
 from mlx_serve.api.cost import n_values
 
-# What a turn costs besides its JSON.
+# The memory of a turn besides its JSON.
 _TURN_BYTES = 1024
 
 
@@ -32,14 +32,14 @@ class StoredTurn:
     output: bytes
     response: bytes
     before: StoredTurn | None
-    # Whose it is: for everybody else it is not there.
+    # The owner. Nobody else can see the turn.
     owner: str
     # The ids that the server gave to items of this turn.
     item_ids: tuple[str, ...]
     # The items of the conversation up to here, in bytes and in values of JSON.
     n_conversation_bytes: int = field(init=False)
     n_conversation_values: int = field(init=False)
-    # Kept responses, and turns behind it, that need this one.
+    # The number of kept responses and later turns that need this one.
     n_users: int = 0
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class ResponseStore:
                 self._drop(next(iter(self._entries)))
 
     def delete(self, response_id: str, owner: str) -> bool:
-        """Forget a response; False when it was not there. What others continue from it stays with them."""
+        """Delete a response; False when it was not there. Responses that continue it keep its turn."""
         with self._lock:
             is_there = self._entry(response_id, owner) is not None
             if is_there:
@@ -137,7 +137,7 @@ class ResponseStore:
         return entry if entry is not None and entry.turn.owner == owner else None
 
     def _drop_expired(self) -> None:
-        # They are in the order of their use, not of their age.
+        # Entries are in the order of their last use, not of their age.
         now = self.clock()
         for response_id in [key for key, entry in self._entries.items() if entry.expires_at <= now]:
             self._drop(response_id)
@@ -146,7 +146,7 @@ class ResponseStore:
         self._release(self._entries.pop(response_id).turn)
 
     def _use(self, turn: StoredTurn) -> None:
-        """One more needs a turn, and with it those before."""
+        """Count one more user of a turn, and so of the turns before it."""
         link: StoredTurn | None = turn
         while link is not None:
             link.n_users += 1

@@ -1,4 +1,4 @@
-"""What a path leads to. A route is a value, and everything that is known of a path is said in its route.
+"""Maps paths to routes. A route is a value that holds everything about its path.
 
 The table resolves each request's path once; ``/v1`` is taken off here and nowhere else. Knows no endpoint.
 """
@@ -56,7 +56,7 @@ class Resolved:
 
 
 class RouteTable:
-    """All routes. Of several for one method and path the first counts."""
+    """All routes. If several have one method and path, the first is used."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self._routes = tuple(routes)

@@ -1,6 +1,6 @@
 """The jobs of one request, from the queue to their end: submit, wait for events, trace, and cancel what is left.
 
-A context, which ends when the request does: whatever runs then is cancelled. Knows no text and no vectors.
+A context manager, which cancels the jobs that still run at its end. Knows no text and no vectors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Trace
 from mlx_serve.values import ClientGone, Event, Failed, Job, Started, TokenEvent
 
-# How long a client that has gone may go unnoticed.
+# The longest time until the server notices that a client has left.
 ALIVE_EVERY_S = 0.25
 
 
@@ -66,11 +66,11 @@ class RunningJobs:
         self._trace.ended(reason)
         job = self._jobs.pop(event.index)
         if isinstance(event, TokenEvent) and not event.finish:
-            # Ended by a stop string: the engine does not know yet.
+            # The job ended by a stop string, which the engine does not know.
             self._scheduler.cancel([job])
 
     def untaken(self) -> Iterator[Event]:
-        """What came of jobs that had not ended, and was never asked for."""
+        """The events that unfinished jobs produced and nobody took."""
         with suppress(Empty):
             while True:
                 event = self._events.get_nowait()
@@ -89,7 +89,7 @@ class RunningJobs:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # A client that has left is no failure. What else has not ended by now has failed.
+        # A client that has left is not a failure. Any other job that has not ended by now has failed.
         self._trace.close(failed=not isinstance(error, ClientGone | GeneratorExit))
         self.cancel()
 
@@ -102,7 +102,7 @@ class RunningJobs:
             self._trace.token(event.index)
 
     def _wait(self, timeout_s: float) -> Event | None:
-        """Asks every now and then whether the client is still there."""
+        """Wait for an event, and check regularly that the client is connected."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
             event = self._scheduler.poll(self._events, min(left_s, ALIVE_EVERY_S))

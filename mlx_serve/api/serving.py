@@ -52,22 +52,22 @@ class Services:
     fingerprint: str
     # Compiles what requests demand of their texts.
     grammars: Grammars
-    # What a request gets when it does not say, by the names of ``values.Sampling``.
+    # The server's defaults for requests, by the names of ``values.Sampling``.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     template_options: Mapping[str, Any] = field(default_factory=dict)
     max_model_len: int | None = None
     # Whether requests with different API keys share KV caches and kept responses.
     share_prefixes: bool = False
-    # The command line's adapters and draft model, which a request may name and no others.
+    # The command line's adapters and draft model. Requests may name these and no others.
     adapter: str | None = None
     draft_model: str | None = None
     draining: Callable[[], bool] = lambda: False
-    # Whether the default model has been loaded once, or there is none.
+    # Whether the default model has been loaded once, or there is no default.
     started: Callable[[], bool] = lambda: True
-    # What clients of the Responses dialect may come back to.
+    # The stored responses of the Responses dialect.
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics = field(default_factory=Metrics)
-    # Sequences that may wait; at so many no request more is taken.
+    # The most waiting sequences. A full queue refuses further requests.
     max_queue: int | None = None
     # The most values that a body's JSON, or a stored conversation's, may have.
     max_json_values: int = MAX_JSON_VALUES
@@ -112,7 +112,7 @@ def new_sampling(defaults: Mapping[str, Any], given: Mapping[str, Any], *, max_t
 
 
 def context_tokens(services: Services, entry: ModelEntry) -> int | None:
-    """What prompt and output together may come to; None: nobody says."""
+    """The most tokens of prompt and output together; None: no limit is known."""
     return context_limit(entry, services.max_model_len)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from mlx_serve.values import Response, Text, TokenLogprob, Usage
 
-# one-api reads lines of at most 64 KiB and then ends its reply in silence; a character takes up to 6 bytes as JSON.
+# one-api silently ends its reply at a line over 64 KiB. A character takes up to 6 bytes as JSON.
 MAX_DELTA_CHARS = 8192
-# What OpenAI sends for a probability of 0, since JSON has no -Infinity.
+# OpenAI's value for a probability of 0, because JSON has no -Infinity.
 LOGPROB_OF_ZERO = -9999.0
 
 

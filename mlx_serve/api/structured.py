@@ -16,7 +16,7 @@ from mlx_serve.api.fields import Model, Str, refuse
 from mlx_serve.text.grammar import Rule
 from mlx_serve.values import ApiError
 
-# What vLLM's clients may ask for besides: it would change the text, and is not served.
+# Further vLLM options that would change the text. They are refused.
 _NOT_SERVED = ("structural_tag", "whitespace_pattern")
 _MAX_CHOICES = 1_000
 
@@ -27,7 +27,7 @@ class _JsonSchema(Model):
     # OpenAI requires it; vLLM and llama-server do not, and nothing depends on it.
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
-    # What can be enforced is enforced either way; if true, the rest is refused.
+    # A schema is enforced as far as possible either way. If true, a schema that cannot be enforced is refused.
     strict: bool = False
     description: Str | None = None
 

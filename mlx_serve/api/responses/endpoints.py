@@ -48,7 +48,7 @@ def compact(services: Services, request: RawRequest) -> Response:
     asked = _asked(services, request)
     limit = asked.body.wanted_tokens or MAX_TOKENS
     body = asked.body.model_copy(update={"truncation": "auto", "max_output_tokens": limit})
-    # Only the prompt is the conversation's: the answer is a summary, whatever the request wants of other answers.
+    # The request's settings for answers do not apply: the answer is a summary of the conversation.
     plain = GenerationRequest(
         body.model,
         body.as_conversation([*_messages(asked), dict(REQUEST)]),
@@ -102,7 +102,7 @@ def input_items(services: Services, request: RawRequest) -> Response:
         places = [i for i, item in enumerate(items) if item["id"] == query["after"]]
         if not places:
             raise ApiError(400, "Invalid value for 'after': there is no such item.", param="after")
-        # The last of them: a client may give several items one id, and would come back to the first for ever.
+        # Several items may have one id from the client. Starting after the first of them would repeat a page for ever.
         items = items[places[-1] + 1 :]
     limit = _limit(query.get("limit"))
     page = items[:limit]

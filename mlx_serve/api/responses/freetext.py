@@ -12,14 +12,14 @@ from mlx_serve.api.responses.tools import INPUT
 
 _OPENING = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-# A run of plain characters, an escape, or one that JSON does not know: models write \d and \' too.
+# A run of plain characters, an escape, or an invalid escape: models also write \d and \'.
 _STEP = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\.', re.DOTALL)
-# What may be the beginning of an escape.
+# A possible beginning of an escape.
 _HALF = re.compile(r"\\(u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u[0-9a-fA-F]{0,3})?)?")
 
 
 class FreeText:
-    """Reads a call's arguments. What is no object with an ``input`` is given whole at the end, as well as it goes."""
+    """Reads a call's arguments. If they are not an object with an ``input``, their text comes whole at the end."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -40,7 +40,7 @@ class FreeText:
         return self._read()
 
     def flush(self) -> str:
-        """The rest. Half an escape was cut off, and is no text."""
+        """The rest of the text, without an escape that was cut off."""
         return "" if self._is_open else _only_text(self._pending)
 
     def _read(self) -> str:
@@ -66,12 +66,12 @@ def _plain(step: str) -> str:
         text = str(json.loads(f'"{step}"'))
     except ValueError:
         return step
-    # Half of a surrogate pair is no character.
+    # Half of a surrogate pair is not a character.
     return "\ufffd" if "\ud800" <= text <= "\udfff" else text
 
 
 def _only_text(arguments: str) -> str:
-    """The one string of an object, whatever its name; else all that was written."""
+    """The string of an object with one string, whatever its key; otherwise the whole text."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

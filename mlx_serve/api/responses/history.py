@@ -1,5 +1,5 @@
-"""Items to chat messages. The same items give the same messages, whether a client sends them again or the server kept
-them: what was once a prompt stays the beginning of the next one, and its KV cache is found.
+"""Converts items to chat messages. The same items give the same messages, whether the client sent them again or the
+server kept them. So each prompt begins with the one before it, and its KV cache is reused.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Turn:
-    """An assistant's message: what it thought, said and called before anybody else spoke."""
+    """An assistant's message: its reasoning, text and calls until another role speaks."""
 
     reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
-        """Whether an item goes on with this message. Thoughts begin one; text follows text only behind a call."""
+        """Whether an item continues this message. It does not if it is reasoning after text or a call, or text after
+        text without a call between."""
         if isinstance(item, Reasoning):
             return not self.content and not self.calls
         return not isinstance(item, InputMessage) or not self.content or bool(self.calls)
@@ -71,12 +72,12 @@ def as_messages(items: Iterable[Item], instructions: str | None = None) -> list[
 
 
 def n_turns(messages: Sequence[dict[str, Any]]) -> int:
-    """How many times a user began to speak."""
+    """The number of turns that a user began."""
     return len(_starts(messages))
 
 
 def without_oldest(messages: Sequence[dict[str, Any]], n_dropped: int) -> list[dict[str, Any]]:
-    """Messages without the first turns; what the system says stays. A call and its result go together."""
+    """Messages without the first turns. System messages stay. A call and its result are removed together."""
     starts = _starts(messages)
     first = starts[n_dropped] if n_dropped else 0
     return [message for i, message in enumerate(messages) if i >= first or message["role"] == "system"]

@@ -132,7 +132,7 @@ class InputMessage(Model):
 
 
 class Reasoning(Model):
-    """What the model thought. ``encrypted_content`` is ours, or another server's that nobody here can read."""
+    """The model's reasoning. ``encrypted_content`` may be from another server, and is then unreadable."""
 
     summary: Thoughts = ""
     content: Thoughts = ""
@@ -140,7 +140,7 @@ class Reasoning(Model):
 
     @property
     def text(self) -> str:
-        """The most that is known of it."""
+        """The most complete text of the reasoning."""
         return self.content or unseal(self.encrypted_content) or self.summary
 
 
@@ -193,14 +193,14 @@ class ShellCall(Model):
 
 
 class CallOutput(Model):
-    """What a tool said."""
+    """A tool's output."""
 
     call_id: Str
     output: Output = ""
 
 
 class ShellOutput(Model):
-    """What the local shell said: OpenAI's form of it names the call by ``id``."""
+    """The local shell's output. OpenAI's form names the call by ``id``."""
 
     call_id: Str = ""
     id: Str = ""

@@ -1,4 +1,4 @@
-"""Deltas to a response and its events. An answer in one piece is a stream whose events nobody reads."""
+"""Converts deltas to a response and its events. An answer in one piece is the stream with its events discarded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from mlx_serve.api.shapes import dumps
 from mlx_serve.values import ApiError, Beat, Delta, Finish, Text, ToolCallArguments, ToolCallStart, Usage
 from mlx_serve.wire import sse
 
-# Codex takes a stream for dead when no event came for five minutes, and comments are none. While a long prompt is
-# prefilled, each so many keep-alives are an event.
+# Codex gives up on a stream after five minutes without an event; comments do not count. While a long prompt is
+# prefilled, one of so many keep-alives is an event.
 _BEATS_PER_EVENT = 6
 
 
@@ -71,7 +71,7 @@ def new_response(
         "metadata": body.metadata,
         "usage": None,
     }
-    # To OpenAI's schema it is a string or absent; only Open Responses' newest one wants a null.
+    # In OpenAI's schema this is a string or absent. Only the newest schema of Open Responses requires a null.
     return out if body.user is None else out | {"user": body.user}
 
 
@@ -107,7 +107,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How an answer is written down."""
+    """The options for writing an answer."""
 
     offers: Mapping[str, OfferedTool]
     reasoning_as_summary: bool = False
@@ -123,7 +123,7 @@ class AnswerForm:
 
 
 class ResponseWriter:
-    """The dialect of one response. ``keep`` gets it when it has ended well, before its client does."""
+    """Writes one response. ``keep`` gets a response that ended well, before the client gets it."""
 
     def __init__(self, response: dict[str, Any], shape: AnswerForm, keep: Callable[[dict[str, Any]], None]) -> None:
         self._response = response
@@ -156,7 +156,7 @@ class ResponseWriter:
         return self._response
 
     def failure(self, error: ApiError) -> bytes:
-        """``response.failed``, with whatever there is of the output."""
+        """``response.failed``, with the output so far."""
         if self._open is not None:
             self._open.status = "incomplete"
         code = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -219,7 +219,7 @@ class ResponseWriter:
     def _end(self, finish: Finish) -> Iterator[Event]:
         is_cut = finish.reason == "length"
         if not self._items and not is_cut:
-            # Whoever reads the answer looks for a message.
+            # Clients look for a message, so an empty answer has one too.
             yield from self._switch(self._wanted("content"))
         yield from self._close("incomplete" if is_cut else "completed")
         self._response |= {

@@ -1,6 +1,6 @@
-"""A Responses request together with what the server keeps for it: the conversation before it, and items by their ids.
+"""A Responses request with the stored data that it refers to: the earlier conversation, and items by their ids.
 
-What is kept is read again for every request that refers to it, so it has the bounds that a body has. Knows no model.
+Stored data is read again for every request that refers to it, so it has the limits of a body. Knows no model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlx_serve.values import ApiError
 
 _ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 _DEEPER = 100
-# As large as a request's body may be by default. It is all read for the next answer, even where most is left out of it.
+# The default limit of a request's body. All stored items are read for the next answer, even if most are left out.
 MAX_CONVERSATION_BYTES = 32 * 2**20
 # The fields that come back to the client as they were. Others, those that are ignored among them, are not held.
 _GIVEN_BACK = ("input", "text", "tool_choice", "tools")
@@ -60,7 +60,7 @@ def read(store: ResponseStore, raw_body: bytes, max_values: int, owner: str) -> 
             items.append(_ITEM.validate_python(own[-1]))
         else:
             items.append(item)
-            # What has no place in a prompt has none in the store.
+            # Items that have no place in a prompt are not stored.
             own += [] if isinstance(item, Other) else [given]
     return ResolvedRequest(raw, body, own, items, before, owner)
 
@@ -84,7 +84,7 @@ class _Size:
     n_values: int = 0
 
     def add(self, n_bytes: int, n_values: int, param: str) -> None:
-        """More is about to be read. Raises ApiError 400 that names the bound."""
+        """Count data before it is read. Raises ApiError 400 that names the limit."""
         self.n_bytes += n_bytes
         self.n_values += n_values
         if self.n_bytes > MAX_CONVERSATION_BYTES:
@@ -134,10 +134,10 @@ class _Kept:
 
 
 def _check_text(raw: Mapping[str, Any]) -> None:
-    """What is given back, now or later, must be text: JSON can spell half a character, and numbers past a double.
+    """Check that the returned fields can be written. JSON can encode half a character, and numbers past a double.
 
-    Events and kept items hold it some levels deeper, and are written from deeper calls: what is nested almost too
-    deeply would fail when the answer is there already.
+    Events and stored items hold these fields some levels deeper. Without a margin, deep nesting would fail only when
+    the answer already exists.
     """
     nested: Any = raw
     for _ in range(_DEEPER):

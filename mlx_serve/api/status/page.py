@@ -17,7 +17,7 @@ _FILES = {
 }
 PATHS = frozenset(_FILES)
 
-# Its own files and its own server, and nothing else. No inline script or style: what a model writes could become one.
+# The page may use its own files and server alone. Inline code is forbidden: a model's output could become some.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"

@@ -13,7 +13,7 @@ from mlx_serve.metrics import Counter, Histogram, Metrics
 from mlx_serve.values import ApiError, EngineStats, Response
 
 PREFIX = "mlx_serve:"
-# Not negotiated: every Prometheus reads it, and the client's version of a format is none to repeat in a header.
+# The format is fixed, since every Prometheus reads it. Do not echo a client's requested version in the response header.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _GAUGES = {
@@ -45,7 +45,7 @@ def respond(metrics: Metrics, engine: EngineStats, status: str) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """What prometheus-client asks of a registry. Not its own: that one is a global."""
+    """A registry for prometheus-client. The library's own registry is a global, so it is not used."""
 
     families: list[Any]
 

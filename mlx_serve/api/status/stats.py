@@ -16,11 +16,11 @@ from mlx_serve.wire.request_log import RequestLog
 
 # Requests listed one by one; the number of all is beside them.
 MAX_LISTED = 100
-# The log has it so when a client left before its answer.
+# The log's status for a client that left before its answer.
 CLIENT_GONE = 499
 
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-# What the bytes on the wire were refused for. Their own messages say more, in the log.
+# The reasons for refusing malformed HTTP. The log has the full messages.
 _REFUSED = {
     400: "malformed_request",
     408: "request_timeout",
