@@ -10,10 +10,10 @@ from mlx_serve.values import TokenEvent, TokenLogprob
 
 
 class TokenLogprobs:
-    """Holds the log-probabilities of tokens until the content that each one begins in has gone out.
+    """Holds each token's log-probabilities until the content in which the token begins is sent.
 
-    ``add`` tells where a token's text is in the text that the splitter was given, ``place`` which part of that has
-    become content; a token's entry goes out with the content, or not at all.
+    ``add`` says where a token lies in the splitter's input, and ``place`` which part of that input is content. A
+    token's entry is sent with its content, or dropped.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -26,22 +26,22 @@ class TokenLogprobs:
         self._waiting: list[tuple[int, TokenLogprob]] = []
 
     def add(self, event: TokenEvent, start: int, end: int) -> None:
-        """A token whose text begins and ends at these places of the text."""
+        """Add a token whose text begins and ends at these positions of the splitter's input."""
         assert event.logprob is not None
         self._heard.append((start, end, self.entry(event.token, event.logprob, event.top_logprobs)))
 
     def place(self, piece: Piece) -> None:
-        """A part of the text is content."""
+        """Mark a part of the splitter's input as content."""
         begun = [heard for heard in self._heard if heard[0] < piece.end]
         del self._heard[: len(begun)]
         for start, end, entry in begun:
-            # A token without text is the first byte of a character that the next one ends.
+            # A token without text holds the first bytes of a character that a later token completes.
             if end > piece.start or start >= piece.start:
                 self._waiting.append((self._n_placed + max(0, start - piece.start), entry))
         self._n_placed += len(piece.text)
 
     def drop(self, end: int) -> None:
-        """The text up to here is no content."""
+        """Drop the entries of input before ``end``, which is not content."""
         while self._heard and self._heard[0][1] <= end and self._heard[0][0] < end:
             del self._heard[0]
 

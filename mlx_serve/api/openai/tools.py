@@ -17,7 +17,7 @@ class _Function(Model):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Str | None = None
     parameters: Object | None = None
-    # Taken, and not enforced where the model is free to call or not: its own format of calls is not constrained.
+    # Accepted, but enforced only for required calls: a call that the model makes freely is not constrained.
     strict: bool | None = None
 
 

@@ -103,9 +103,9 @@ class MessageItem(OutputItem):
 
 
 class ReasoningItem(OutputItem):
-    """What the model thinks: as the item's content, or as its summary for clients that look there and nowhere else.
+    """The model's reasoning, as the item's content, or as its summary for clients that read only the summary.
 
-    ``sealed``: it also goes out in the form in which clients send it back that keep nothing else of it.
+    ``sealed``: the item also has ``encrypted_content``, the only form that some clients keep and send back.
     """
 
     kind = "reasoning"
@@ -188,7 +188,7 @@ class FunctionCallItem(CallItem):
 
 
 class CustomCallItem(CallItem):
-    """A call with free text, which the model may write inside of JSON. ``is_bare``: it does not."""
+    """A call with free text. The model writes it inside JSON, unless ``is_bare``."""
 
     kind = "custom_tool_call"
 

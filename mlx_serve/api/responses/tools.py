@@ -63,7 +63,7 @@ class Namespace(Model):
 
 
 class Skipped(Model):
-    """A tool that is not for us to run."""
+    """A tool that this server cannot run."""
 
     type: Str
 
@@ -119,7 +119,7 @@ class OfferedTool:
 
     @property
     def description(self) -> str:
-        """Of free text also where it goes, and its grammar: that is all that the model learns of either."""
+        """The description. For free text it names the input field and the grammar, which the schema cannot express."""
         text = self.tool.description or ""
         if isinstance(self.tool, FunctionTool):
             return text

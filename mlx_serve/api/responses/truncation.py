@@ -1,8 +1,8 @@
 """``truncation`` auto: the prompt of as many of the last turns as fit. Knows no store and no engine.
 
-Each candidate is rendered and tokenized only once its length has been estimated, for tokenizing is what costs: the
-tokens per character are those of the conversation's last part, and a message has the characters of its own texts and
-its share of what the template puts around them.
+Tokenizing is expensive, so the length of a candidate is estimated before it is rendered and tokenized. The estimate
+takes the tokens per character from the last part of the conversation. A message counts with the characters of its texts
+and a share of the characters that the template adds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import ApiError, Check, Prompt
 
 Messages = Sequence[dict[str, Any]]
-# By how much an estimate that was too low is raised at least.
+# An estimate that was too low is raised by at least this factor.
 _STEP = 1.02
 
 
