@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -12,6 +13,8 @@ from mlx_serve.values import Embedded, Event, Failed, Job, PromptLogprobs, Token
 # Python code and MLX's shape checks raise these while a computation is being described, before it runs. All ranks raise
 # the same. A later error (RuntimeError: a device's fault, a lost connection) may occur on one rank alone.
 ALIKE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+# The gap of a step that holds up nobody's stream.
+NO_GAP = math.inf
 
 
 class EngineLost(Exception):

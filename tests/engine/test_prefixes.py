@@ -353,11 +353,11 @@ def test_a_short_prompt_takes_no_room_for_the_long_one_whose_beginning_it_has(mo
     assert seen.tokens[short] == fresh(batch_of, model, [*SYSTEM, 1, 2, 3])
 
 
-def test_streams_wait_for_scores_no_longer_than_for_prompts(model, monkeypatch):
+def test_streams_wait_for_scores_no_longer_than_for_prompts(model):
     ticks = count()
     # A pass takes a second, whatever it is: a stream waits for 16 of them at most.
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
-    seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
+    backend = BatchBackend(loaded(model), BatchOptions(prefill_step_size=16), lambda: float(next(ticks)))
+    seen = Seen(backend)
     stream = job([1, 2, 3], 50)
     seen.run(job([1, 2], 3))
     seen.backend.insert(stream)

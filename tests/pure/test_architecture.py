@@ -55,8 +55,8 @@ ORDER = {
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds size file state index store disk prefixes",
-    "engine/generate": "prefill_budget prefill trial pooling grammars constraints sampling token_choice scoring"
-    " embedding sequence loaded batch single",
+    "engine/generate": "pass_cost prefill_budget prefill trial pooling grammars constraints sampling token_choice"
+    " scoring embedding sequence loaded batch single",
     "engine/models": "encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",

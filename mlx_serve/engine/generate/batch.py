@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ class BatchBackend(LoadedBackend):
     oldest prompt. So a long prompt advances beside short ones and delays none of them.
     """
 
-    def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
+    def __init__(self, loaded: Loaded, options: BatchOptions, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.capacity = options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
@@ -213,9 +214,9 @@ class BatchBackend(LoadedBackend):
         end = min(prompt.n_done + n_tokens, prompt.marks[0] if prompt.marks else len(prompt.ids) - 1)
         n = end - prompt.n_done
         if n:
-            started_s = time.perf_counter()
+            started_s = self._clock()
             prefill(self._loaded.model, cache, prompt.choice.job.prompt.tokens[prompt.n_done : end])
-            self._budget.note(n, time.perf_counter() - started_s)
+            self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
         if prompt.marks and end == prompt.marks[0]:
             prompt.marks.pop(0)
@@ -278,10 +279,10 @@ class BatchBackend(LoadedBackend):
         if not self._decoding:
             self._budget.note_nobody()
             return []
-        with self._generator.stats() as work:
-            _, responses = self._generator.next()
+        started_s = self._clock()
+        _, responses = self._generator.next()
         if responses:
-            self._budget.note_decoding(work.decode_time)
+            self._budget.note_decoding(self._clock() - started_s)
         return [self._event(response) for response in responses]
 
     def _join(self, sequence: RunningSequence) -> None:
@@ -304,10 +305,10 @@ class BatchBackend(LoadedBackend):
         """Score part of a prompt. A finished prompt goes to the generator."""
         scoring = self._scoring[0]
         job = scoring.choice.job
-        started_s = time.perf_counter()
+        started_s = self._clock()
         n_scored = self.attempt(job, lambda: scoring.step(n_tokens))
         # Scoring also computes logits, so its speed is not noted as a prefill's.
-        self._budget.note(0, time.perf_counter() - started_s)
+        self._budget.note(0, self._clock() - started_s)
         if isinstance(n_scored, Failed):
             self._scoring.pop(0)
             return [(job, n_scored)]
@@ -325,14 +326,14 @@ class BatchBackend(LoadedBackend):
         A turn never ends within an input, because each unfinished input holds a KV cache.
         """
         embedding = self._embedding[0]
-        started_s = time.perf_counter()
+        started_s = self._clock()
         events = self.attempt(embedding.job, lambda: embedding.step(n_tokens))
         if isinstance(events, Failed):
             self._embedding.popleft()
             return [(embedding.job, events)]
         # A chunk that ended before its limit shows the overhead rather than the speed.
         n_noted = n_tokens if embedding.n_taken == n_tokens else 0
-        self._budget.note(n_noted, time.perf_counter() - started_s)
+        self._budget.note(n_noted, self._clock() - started_s)
         if any(map(is_last, events)):
             self._embedding.popleft()
         elif embedding.is_between:

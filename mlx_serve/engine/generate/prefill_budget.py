@@ -1,79 +1,89 @@
-"""How much prefill the next step does, and whether it decodes. No stream may stall, and no prompt may starve."""
+"""How much prefill the next step may do, and whether it decodes: no stream may stall, and no prompt starve."""
 
 from __future__ import annotations
 
-from mlx_serve.engine.backend import StepPlan
+from mlx_serve.engine.backend import NO_GAP, StepPlan
+from mlx_serve.engine.generate.pass_cost import PassCost
 
-# The tokens of a step before the speed is known: few enough for the slowest machine.
+# Before the cost of a pass is known: little enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
-# The newest measurement's weight in the average.
-_WEIGHT = 0.3
-# A step should not last longer than this, because jobs join and leave only between steps.
+# Beside streams a slice lasts at least so many times the overhead of a pass: no more than a third of it is overhead.
+_LEAST_OVERHEADS = 3.0
+# With nobody decoding: no more than a tenth is overhead. A step cannot be interrupted, so it is no longer than that
+# takes, or than a client may wait for its place.
+_IDLE_OVERHEADS = 10.0
+_IDLE_S = 1.0
+# A step lasts no longer than this if it need not: jobs come and go between steps.
 _STEP_S = 0.5
-# Seconds of prefill for each second of decoding. The minimum lets prompts advance where decoding is slow. The maximum
-# is for many prompts beside few streams: a step that decodes few streams takes as long as one that decodes all.
+# Seconds of prefill for each second of decoding: at least, where decoding is slow, so that a prompt gets on; and at
+# most, while many prompts wait beside few streams. A step that decodes few takes as long as one that decodes them all.
 _LEAST_SHARE = 2.0
 _MOST_SHARE = 16.0
-# With so many streams for each waiting prompt, the minimum applies.
+# With so many streams for each prompt that waits, the least is enough.
 _CROWD = 8
-# Prompts that came together start to decode together, if this delays the first of them by no more than the time of so
-# many steps.
+# Prompts that came together begin to decode together, if that holds the first of them up for no more than the time of
+# so many steps.
 _MOST_HELD = 64
+# The newest measurement's weight in the average.
+_WEIGHT = 0.3
 
 
 class PrefillBudget:
-    """Plans steps by the measured speed. ``step_size``: the most prompt tokens in one step."""
+    """From the measured cost of passes. ``step_size``: the most tokens in one step."""
 
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
-        self._tokens_per_s: float | None = None
-        # The time that a step's decoding takes, and the prefill time since the last decoding.
+        self._cost = PassCost()
+        # What a step's decoding takes, and the prefill since the last one.
         self._decode_s = 0.0
         self._since_s = 0.0
 
     def plan(self, gap_s: float, n_waiting: int, n_decoding: int) -> StepPlan:
-        """The next step for ``n_waiting`` prompts. ``gap_s``: how long one prompt may hold streams up.
+        """The next step, with ``n_waiting`` prompts.
 
-        Only the model's own streams may wait longer. Without any, another model's streams may be the ones that wait.
+        ``gap_s`` is what streams may be held up for one of the prompts, NO_GAP where there are none. Only a model's own
+        streams may be held up for longer; without any, it may be another model's that wait.
         """
         if not n_waiting:
             return StepPlan(self.tokens(gap_s))
+        slice_s = self._slice_s(gap_s)
         if n_decoding:
             share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * n_waiting / n_decoding), _MOST_SHARE)
-            due_s = max(gap_s, share * self._decode_s)
+            due_s = max(slice_s, share * self._decode_s)
         else:
             due_s = _MOST_HELD * self._decode_s
         left_s = due_s - self._since_s
-        step_s = min(max(left_s, gap_s), max(gap_s, _STEP_S))
-        return StepPlan(self._tokens(step_s if n_decoding else gap_s), left_s <= step_s)
+        step_s = min(max(left_s, slice_s), max(slice_s, _STEP_S))
+        return StepPlan(self._tokens(step_s if n_decoding else slice_s), left_s <= step_s)
 
     def tokens(self, gap_s: float) -> int:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
-        return self._tokens(max(gap_s, _LEAST_SHARE * self._decode_s))
+        return self._tokens(max(self._slice_s(gap_s), _LEAST_SHARE * self._decode_s))
 
     def note_decoding(self, seconds: float) -> None:
-        """Record that a step decoded for ``seconds``."""
+        """A step decoded for so long."""
         self._since_s = 0.0
-        self._decode_s = _average(self._decode_s, seconds)
+        self._decode_s += _WEIGHT * (seconds - self._decode_s) if self._decode_s else seconds
 
     def note_nobody(self) -> None:
-        """Record that there was no sequence to decode, so the next prefill delays none."""
+        """No sequence was there to decode: what comes next holds nobody up yet."""
         self._since_s = 0.0
 
     def note(self, n_tokens: int, seconds: float) -> None:
-        """Record a pass over ``n_tokens``. Small passes show the overhead rather than the speed."""
+        """A pass took ``n_tokens`` in ``seconds``. A pass over very few tells nothing of longer ones."""
         self._since_s += seconds
         if n_tokens >= _LEAST_TOKENS and seconds > 0:
-            self._tokens_per_s = _average(self._tokens_per_s, n_tokens / seconds)
+            self._cost.note(n_tokens, seconds)
+
+    def _slice_s(self, gap_s: float) -> float:
+        if gap_s == NO_GAP:
+            return max(_IDLE_S, _IDLE_OVERHEADS * self._cost.overhead_s)
+        return max(gap_s, _LEAST_OVERHEADS * self._cost.overhead_s)
 
     def _tokens(self, seconds: float) -> int:
-        if self._tokens_per_s is None:
+        if not self._cost.per_token_s:
             return min(_FIRST_TOKENS, self._step_size)
-        # Whole multiples, so that MLX sees the same shapes again.
-        n = int(self._tokens_per_s * seconds) // _LEAST_TOKENS * _LEAST_TOKENS
+        # Whole multiples, so that the same shapes come again; up rather than down, since short slices are overhead.
+        n = -(-self._cost.tokens(seconds) // _LEAST_TOKENS) * _LEAST_TOKENS
         return min(max(n, _LEAST_TOKENS), self._step_size)
-
-
-def _average(old: float | None, new: float) -> float:
-    return old + _WEIGHT * (new - old) if old else new

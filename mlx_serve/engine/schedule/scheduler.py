@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from threading import Condition
 from typing import Literal
 
-from mlx_serve.engine.backend import ModelLoader, is_last
+from mlx_serve.engine.backend import NO_GAP, ModelLoader, is_last
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.deadlines import Deadlines, retry_headers
 from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat, Overdue
@@ -32,8 +32,6 @@ from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job
 
 log = logging.getLogger(__name__)
 
-# A step can't be interrupted, and a place must be free within a second after its client hangs up.
-IDLE_GAP_S = 0.5
 # The least times after which the MLX thread's work counts as overdue. The second is for the first piece of a kind,
 # which has nothing to compare: a first step compiles kernels, and weights may come from a slow disk.
 _STEP_S = (20.0, 120.0)
@@ -371,7 +369,7 @@ class Scheduler:
     def _gap_s(self, active: Sequence[Slot]) -> float:
         """Seconds of prefill that each model may do in this step."""
         n_prefilling = sum(slot.n_prefilling > 0 for slot in active)
-        gap_s = self._limits.max_gap_s if any(slot.backend.n_decoding for slot in active) else IDLE_GAP_S
+        gap_s = self._limits.max_gap_s if any(slot.backend.n_decoding for slot in active) else NO_GAP
         return gap_s / max(1, n_prefilling)
 
     def _in_line(self) -> list[Job]:
