@@ -1,14 +1,13 @@
 """Agents on a Mac, simulated: the real scheduler, prefix cache and budgets, with passes that cost what a Mac's would.
 
-    python -m benchmarks.agents [--agents 16] [--turns 20] [--machine NAME] [--json FILE]
+    python -m benchmarks.agents [--agents 16] [--turns 20] [--machine NAME] [--pause 2] [--json FILE]
 
 Everything is real but the model and the clock: a stub model fills real (tiny) KV caches, and each pass moves a
 simulated clock on by the cost model's seconds. Memory is in bytes of the stub's caches, scaled to the machine's.
 Nothing sleeps.
 
-An agent's turn: its conversation so far, an answer of ``--thinking`` tokens that no client sends back and ``--answer``
-tokens that it does, then a tool's result of ``--result`` tokens after ``--pause`` seconds. It asks with ``max_tokens``
-32000, as Claude Code does.
+An agent's turn: its conversation so far, thoughts that no client sends back, an answer, and after a pause a tool's
+result (lengths: ``Work``). It asks with ``max_tokens`` 32000, as Claude Code does.
 
 The cost of a pass over n tokens at b rows, the sources of its constants, and what they leave out: see ``Machine``.
 """
@@ -240,7 +239,6 @@ class Figures:
     seconds: float = 0.0
     refused: str = ""
     most_running: int = 0
-    preempted: int = 0
 
     def hear(self, now_s: float, asked_s: float, latest_s: float | None) -> None:
         """A token came; ``latest_s``: when the one before it did."""
@@ -259,7 +257,6 @@ class Figures:
             "ttft p95 s": ttft[94],
             "gap p99 s": gaps[98],
             "at once": self.most_running,
-            "preempted": self.preempted,
             "hours": self.seconds / 3600,
         }
 
@@ -303,7 +300,6 @@ def simulate(machine: Machine, work: Work) -> Figures:
     except ApiError as error:
         figures.refused = error.message
     figures.computed, figures.seconds = models.model.n_prefilled, clock.now_s
-    figures.preempted = getattr(scheduler.stats(), "preempted", 0)
     scheduler.close()
     return figures
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from mlx_serve.engine.backend import NO_GAP, StepPlan
 from mlx_serve.engine.generate.pass_cost import PassCost
 
-# Before the cost of a pass is known: little enough for the slowest machine.
+# The tokens of a step before the cost of a pass is known: few enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
-# Beside streams a slice lasts at least so many times the overhead of a pass: no more than a third of it is overhead.
+# Beside streams a slice lasts at least so many times the overhead of a pass, so at most a third of it is overhead.
 _LEAST_OVERHEADS = 3.0
-# With nobody decoding: no more than a tenth is overhead. A step cannot be interrupted, so it is no longer than that
-# takes, or than a client may wait for its place.
+# While nothing decodes, a slice lasts 1 s, or longer if more than a tenth of it would be overhead. It is not longer
+# than that, because a step cannot be interrupted when its client hangs up.
 _IDLE_OVERHEADS = 10.0
 _IDLE_S = 1.0
 # A step lasts no longer than this if it need not: jobs come and go between steps.
@@ -30,20 +30,20 @@ _WEIGHT = 0.3
 
 
 class PrefillBudget:
-    """From the measured cost of passes. ``step_size``: the most tokens in one step."""
+    """Plans steps by the measured cost of passes. ``step_size``: the most prompt tokens in one step."""
 
     def __init__(self, step_size: int) -> None:
         self._step_size = step_size
         self._cost = PassCost()
-        # What a step's decoding takes, and the prefill since the last one.
+        # The time that a step's decoding takes, and the prefill time since the last decoding.
         self._decode_s = 0.0
         self._since_s = 0.0
 
     def plan(self, gap_s: float, n_waiting: int, n_decoding: int) -> StepPlan:
-        """The next step, with ``n_waiting`` prompts.
+        """The next step for ``n_waiting`` prompts.
 
-        ``gap_s`` is what streams may be held up for one of the prompts, NO_GAP where there are none. Only a model's own
-        streams may be held up for longer; without any, it may be another model's that wait.
+        ``gap_s``: how long one prompt may hold streams up; NO_GAP if there are none. Only the model's own streams may
+        wait longer. Without any, another model's streams may be the ones that wait.
         """
         if not n_waiting:
             return StepPlan(self.tokens(gap_s))
@@ -62,16 +62,16 @@ class PrefillBudget:
         return self._tokens(max(self._slice_s(gap_s), _LEAST_SHARE * self._decode_s))
 
     def note_decoding(self, seconds: float) -> None:
-        """A step decoded for so long."""
+        """Record that a step decoded for ``seconds``."""
         self._since_s = 0.0
         self._decode_s += _WEIGHT * (seconds - self._decode_s) if self._decode_s else seconds
 
     def note_nobody(self) -> None:
-        """No sequence was there to decode: what comes next holds nobody up yet."""
+        """Record that there was no sequence to decode, so the next prefill delays none."""
         self._since_s = 0.0
 
     def note(self, n_tokens: int, seconds: float) -> None:
-        """A pass took ``n_tokens`` in ``seconds``. A pass over very few tells nothing of longer ones."""
+        """Record a pass over ``n_tokens``. A very short pass says nothing about longer ones."""
         self._since_s += seconds
         if n_tokens >= _LEAST_TOKENS and seconds > 0:
             self._cost.note(n_tokens, seconds)
