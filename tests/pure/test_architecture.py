@@ -55,8 +55,8 @@ ORDER = {
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds size file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill trial pooling grammars constraints sampling token_choice"
-    " scoring embedding sequence loaded batch single",
+    "engine/generate": "pass_cost prefill_budget prefill trial pooling grammars constraints logprobs sampling"
+    " token_choice scoring embedding sequence loaded batch single",
     "engine/models": "encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
@@ -70,6 +70,7 @@ ORDER = {
 MAY_IMPORT_MLX = {
     "engine/generate/batch.py",
     "engine/generate/prefill.py",
+    "engine/generate/logprobs.py",
     "engine/generate/sampling.py",
     "engine/generate/token_choice.py",
     "engine/cache/size.py",

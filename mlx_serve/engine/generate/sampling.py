@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_serve.engine.generate.constraints import Constraint
+from mlx_serve.engine.generate.logprobs import Logprobs, Scored
 from mlx_serve.values import Sampling
 
 # Below this, logits divided by the temperature overflow float32; the result is the likeliest token anyway.
@@ -46,7 +47,7 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
 def make_processors(
     sampling: Sampling, constraint: Constraint | None = None, rows: ModelRows | None = None
 ) -> list[LogitsProcessor]:
-    """A job's logits processors, in order: log-probabilities are noted, then the logits are biased, then masked."""
+    """A job's logits processors, in order: log-probabilities are computed, then the logits are biased, then masked."""
     repetition = sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else 0.0
     processors: list[LogitsProcessor] = make_logits_processors(
         dict(sampling.logit_bias) or None, repetition, sampling.repetition_context_size
@@ -120,26 +121,24 @@ class _Allowed:
 
 
 class ModelRows:
-    """The model's own log-probabilities, noted before biases and masks, for a job that reports them.
+    """The model's own log-probabilities, computed before biases and masks, for a job that reports them.
 
-    A processor. mlx-lm reports the distribution that it sampled from, in the model's number type. With 16 bits,
-    neighbouring values near -9 are 0.06 apart.
+    A processor. mlx-lm reports the distribution that it sampled from, in the model's number type.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, k: int) -> None:
+        self._k = k
         self._output = _Output()
         # Keyed by position, because a draft is checked after the tokens that it proposes.
-        self._rows: dict[int, mx.array] = {}
+        self._rows: dict[int, Logprobs] = {}
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
-        self._rows[self._output(context).shape[0]] = logits
-        # A copy, because mlx-lm's repetition penalty writes into the array that it gets.
-        return logits[:]
+        self._rows[self._output(context).shape[0]] = Logprobs(logits, self._k)
+        return logits
 
-    def take(self, position: int) -> mx.array:
-        """The log-probabilities at a position of the output, shape (vocab,)."""
-        logits = self._rows.pop(position)[0].astype(mx.float32)
-        return logits - mx.logsumexp(logits)
+    def take(self, position: int, token: int) -> Scored:
+        """What ``token`` scored at a position of the output."""
+        return self._rows.pop(position).row(0, token, self._k)
 
 
 class _Masked:

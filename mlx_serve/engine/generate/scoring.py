@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.generate.token_choice import TokenChoice, top
+from mlx_serve.engine.generate.logprobs import Logprobs, Scored
+from mlx_serve.engine.generate.token_choice import TokenChoice
 from mlx_serve.values import PromptLogprobs
 
 # A chunk's logits are chunk x vocabulary numbers: 150 MB for 256 tokens and a vocabulary of 150,000.
@@ -27,7 +28,7 @@ class Scoring:
         self.cache: list[Any] = make_prompt_cache(model)
         self._model = model
         self._tokens = choice.job.prompt.tokens
-        self._rows: list[tuple[float, tuple[tuple[int, float], ...]]] = []
+        self._rows: list[Scored] = []
 
     @property
     def n_left(self) -> int:
@@ -42,12 +43,11 @@ class Scoring:
             return 0
         with mx.stream(generation_stream):
             inputs = mx.array(self._tokens[start : start + n])[None]
-            logits = self._model(inputs, cache=self.cache)[0].astype(mx.float32)
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            mx.eval(logprobs, [layer.state for layer in self.cache])
             k = self.choice.job.sampling.prompt_logprobs or 0
-            for row, token in zip(logprobs, self._tokens[start + 1 : start + 1 + n], strict=True):
-                self._rows.append((float(row[token]), top(row, k)))
+            logprobs = Logprobs(self._model(inputs, cache=self.cache)[0], k)
+            mx.eval([layer.state for layer in self.cache])
+            followers = self._tokens[start + 1 : start + 1 + n]
+            self._rows += [logprobs.row(i, token, k) for i, token in enumerate(followers)]
         mx.clear_cache()
         return n
 

@@ -74,12 +74,9 @@ class TokenChoice:
             return Failed(self.job.index, self.fault)
         if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
             return Failed(self.job.index, _grammar_failed(self.constraint.fault))
-        k = self.job.sampling.top_logprobs
-        if k is None:
+        if self.rows is None:
             return TokenEvent(self.job.index, token, finish)
-        assert self.rows is not None
-        own = self.rows.take(position)
-        return TokenEvent(self.job.index, token, finish, float(own[token]), top(own, k))
+        return TokenEvent(self.job.index, token, finish, *self.rows.take(position, token))
 
 
 def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
@@ -87,7 +84,7 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     _check(job, loaded.vocab_size)
     sampling = job.sampling
     constraint = _constraint(sampling, loaded)
-    rows = ModelRows() if sampling.top_logprobs is not None else None
+    rows = ModelRows(sampling.top_logprobs) if sampling.top_logprobs is not None else None
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
@@ -141,14 +138,3 @@ def _check(job: Job, vocab_size: int) -> None:
     check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
     check_ids(job.sampling.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(job.sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
-
-
-def top(logprobs: mx.array, k: int) -> tuple[tuple[int, float], ...]:
-    """The k likeliest tokens of one row, in falling order. ``logprobs`` has shape (vocab,)."""
-    if k == 0:
-        return ()
-    k = min(k, logprobs.shape[0])
-    ids = mx.argpartition(-logprobs, kth=k - 1)[:k]
-    values = logprobs[ids]
-    order = mx.argsort(-values)
-    return tuple(zip(ids[order].tolist(), values[order].tolist(), strict=True))  # type: ignore[arg-type]
