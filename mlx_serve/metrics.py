@@ -17,6 +17,8 @@ from itertools import accumulate
 from threading import Lock
 from typing import Literal, TypeAlias
 
+from mlx_serve.values import Job
+
 Labels: TypeAlias = tuple[str, ...]
 Phase: TypeAlias = Literal["queued", "prefill", "decoding"]
 
@@ -213,6 +215,7 @@ class Trace:
     request_id: str = ""
     received_at: float | None = None
     n_sequences: int = 1
+    jobs: Sequence[Job] = ()
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -234,9 +237,15 @@ class Trace:
     def began(self) -> float:
         return self.submitted_at if self.received_at is None else self.received_at
 
-    def queued(self) -> None:
+    @property
+    def prefilled_tokens(self) -> int:
+        """Of the prompt tokens, those that are in the KV caches so far."""
+        return sum(job.n_prefilled for job in self.jobs)
+
+    def queued(self, jobs: Sequence[Job] = ()) -> None:
         """The engine has taken the request's sequences."""
         self.submitted_at = self.metrics.clock()
+        self.jobs = jobs
         self._open = True
         self.metrics.enter(self)
 

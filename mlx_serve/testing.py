@@ -90,7 +90,8 @@ class FakeBackend:
     """Runs up to ``capacity`` jobs. Each step makes one token or one vector of each job.
 
     ``on_step`` runs before each step and may raise. Any of ``end_ids`` ends an answer. A KV cache takes ``token_bytes``
-    bytes for each token. The backend reports ``cached_tokens`` of each prompt as cached.
+    bytes for each token. The backend reports ``cached_tokens`` of each prompt as cached. With ``prefill_step``, a step
+    prefills so many tokens of each prompt that is not done; otherwise a prompt takes no time.
     """
 
     alone = ""
@@ -104,6 +105,7 @@ class FakeBackend:
         capacity: int = 32,
         token_bytes: int = 0,
         cached_tokens: int = 0,
+        prefill_step: int = 0,
         answer: Answer = echo,
         on_step: Callable[[Collection[Job]], None] | None = None,
         end_ids: Collection[int] = (EOS,),
@@ -112,6 +114,7 @@ class FakeBackend:
         self.capacity = capacity
         self._token_bytes = token_bytes
         self._cached_tokens = cached_tokens
+        self._prefill_step = prefill_step
         self._end_ids = frozenset(end_ids)
         self._vocab_size = vocab_size
         self._answer = answer
@@ -122,8 +125,8 @@ class FakeBackend:
 
     @property
     def n_decoding(self) -> int:
-        """All jobs that generate: a fake prompt takes no time."""
-        return len(self._jobs)
+        """All jobs that generate and whose prompts are done."""
+        return sum(not self._is_prefilling(job) for job in self._jobs)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
         """The bytes of the jobs' prompts and outputs."""
@@ -150,7 +153,11 @@ class FakeBackend:
             self._on_step([*self._jobs, *self._embedding])
         fresh, self._fresh = [job for job in self._fresh if job in self._jobs], []
         events = [event for job in fresh for event in self._begin(job)]
-        events += [(job, self._next(job)) for job in list(self._jobs)]
+        for job in list(self._jobs):
+            if self._is_prefilling(job):
+                job.n_prefilled = min(job.n_prefilled + self._prefill_step, len(job.prompt.tokens))
+            else:
+                events.append((job, self._next(job)))
         return events + [(job, self._next_vector(job)) for job in list(self._embedding)]
 
     def shrink_cache(self, max_bytes: int) -> None:
@@ -160,6 +167,9 @@ class FakeBackend:
         """Nothing is held."""
         self._jobs.clear()
         self._embedding.clear()
+
+    def _is_prefilling(self, job: Job) -> bool:
+        return self._prefill_step > 0 and job.n_prefilled < len(job.prompt.tokens)
 
     def _next_vector(self, job: Job) -> Event:
         event = next(self._embedding[job])

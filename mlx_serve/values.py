@@ -269,9 +269,9 @@ class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
     With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
-    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Two fields
+    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Three fields
     change: ``arrived_s`` (monotonic) is set when the job is queued; ``cancelled`` is set once, by any thread, and read
-    by the engine's.
+    by the engine's; ``n_prefilled``, the prompt tokens in the job's KV cache, is set by the engine's and read by any.
     """
 
     model: str
@@ -284,6 +284,7 @@ class Job:
     scope: str = ""
     arrived_s: float = 0.0
     cancelled: bool = False
+    n_prefilled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,9 @@ class RunningJobs:
 
     def submit(self, wait_s: float) -> None:
         """Queue the jobs and wait, up to a limit, until the first of them runs or fails. Raises ApiError."""
-        self._scheduler.submit(list(self._jobs.values()))
-        self._trace.queued()
+        jobs = list(self._jobs.values())
+        self._scheduler.submit(jobs)
+        self._trace.queued(jobs)
         try:
             self.first = self._wait(wait_s)
             if isinstance(self.first, Failed):

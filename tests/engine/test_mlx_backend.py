@@ -316,9 +316,22 @@ def test_a_single_job_is_cancelled_in_its_prefill(model):
     backend.insert(a)
     assert backend.step(GAP_S) == [(a, Started(0, 0))]
     assert backend.step(GAP_S) == []
+    assert a.n_prefilled == 8
     backend.remove([a])
     backend.insert(b)
     assert tokens(run(backend, [b])[0]) == offline(model, [1, 2])
+
+
+def test_a_job_in_the_batch_tells_how_much_of_its_prompt_is_done(model):
+    backend = BatchBackend(loaded(model), BatchOptions(prefill_step_size=16))
+    a = job(PROMPTS[3])
+    backend.insert(a)
+    done = []
+    while not done or done[-1] < len(PROMPTS[3]) - 1:
+        backend.step(GAP_S)
+        done.append(a.n_prefilled)
+    assert len(done) > 1
+    assert done == sorted(set(done))
 
 
 @pytest.fixture(scope="module")

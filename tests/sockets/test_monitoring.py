@@ -139,6 +139,25 @@ def test_a_running_request_is_shown_and_its_text_is_not():
             steps.open()
 
 
+def test_the_progress_of_a_prefill_is_shown():
+    steps = Steps()
+    with serving(lambda _: steps.backend(prefill_step=4)) as server:
+        try:
+            with streaming(server):
+                until(lambda: phases(server) == ["queued"], "the request")
+                assert stats(server)["requests"][0]["prefilled_tokens"] == 0
+                steps.allowed.release(2)
+                until(lambda: stats(server)["requests"][0]["prefilled_tokens"] == 8, "two slices of the prompt")
+                (request,) = stats(server)["requests"]
+                assert (request["phase"], request["prompt_tokens"]) == ("prefill", N_PROMPT)
+                assert request["output_tokens"] == 0
+                steps.allowed.release(2)
+                until(lambda: phases(server) == ["decoding"], "the first token")
+                assert stats(server)["requests"][0]["prefilled_tokens"] == N_PROMPT
+        finally:
+            steps.open()
+
+
 def test_the_log_tells_what_was_made_for_a_client_that_left(caplog):
     caplog.set_level("INFO", "mlx_serve.access")
     steps = Steps()

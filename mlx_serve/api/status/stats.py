@@ -116,6 +116,7 @@ def _request(trace: Trace, now: float) -> dict[str, Any]:
         "sequences": trace.n_sequences,
         "prompt_tokens": trace.prompt_tokens,
         "cached_tokens": trace.cached_tokens,
+        "prefilled_tokens": trace.prefilled_tokens,
         "output_tokens": trace.output_tokens,
         "tokens_per_s": _speed(trace),
         "first_token_s": None if trace.first_token_at is None else round(trace.first_token_at - trace.began, 4),

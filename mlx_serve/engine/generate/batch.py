@@ -218,6 +218,7 @@ class BatchBackend(LoadedBackend):
             prefill(self._loaded.model, cache, prompt.choice.job.prompt.tokens[prompt.n_done : end])
             self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
+        prompt.choice.job.n_prefilled = end
         if prompt.marks and end == prompt.marks[0]:
             prompt.marks.pop(0)
             self._loaded.prefix_cache.store(prompt.ids[:end], copy.deepcopy(cache), prompt.scope)

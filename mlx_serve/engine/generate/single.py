@@ -196,6 +196,7 @@ class SingleBackend(LoadedBackend):
         options = self._options
         maybe_quantize_kv_cache(running.cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
         running.n_done += n
+        running.choice.job.n_prefilled = running.n_done
         self._budget.note(n, time.perf_counter() - started_s)
         if self._loaded.draft_model is not None and running.n_left == 1:
             # After this point the two models' caches have different lengths.
