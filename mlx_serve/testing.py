@@ -160,7 +160,10 @@ class FakeBackend:
                 events.append((job, self._next(job)))
         return events + [(job, self._next_vector(job)) for job in list(self._embedding)]
 
-    def shrink_cache(self, max_bytes: int) -> None:
+    def pin(self, jobs: Sequence[Job]) -> None:
+        """Nothing is kept."""
+
+    def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         """Nothing is kept."""
 
     def close(self) -> None:

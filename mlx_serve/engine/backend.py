@@ -72,8 +72,14 @@ class Backend(Protocol):
         Jobs that failed or that got their last event are removed. An exception fails all jobs.
         """
 
-    def shrink_cache(self, max_bytes: int) -> None:
-        """Evict prefixes, the least recently used first, until the rest takes at most ``max_bytes``."""
+    def pin(self, jobs: Sequence[Job]) -> None:
+        """Say which jobs come next, in order. The prefixes that they will use are pinned: evicted last."""
+
+    def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
+        """Evict prefixes, the least recently used first, until the rest takes at most ``max_bytes``.
+
+        Without ``pinned``, those that jobs will use stay even so.
+        """
 
     def close(self) -> None:
         """Release what the backend holds."""

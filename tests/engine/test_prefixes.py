@@ -16,6 +16,8 @@ from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
+from mlx_serve.testing import FakeModels
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
 from tests.engine.tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
 
@@ -439,7 +441,7 @@ def ids(*parts):
     return as_ids([token for part in parts for token in part])
 
 
-A, B, C = [1] * 20, [2] * 20, [3] * 20
+A, B, C, D = [1] * 20, [2] * 20, [3] * 20, [4] * 20
 
 
 def test_what_was_used_last_goes_last(layer):
@@ -475,6 +477,51 @@ def test_a_longer_sequence_takes_the_place_of_its_prefix_where_caches_can_be_cut
     whole.store(ids(A, B), layer(trims=False))
     assert len(whole) == 2
     assert [whole.covers(ids(A, C)), whole.covers(ids(A, B, C)), whole.covers(ids(A))] == [20, 40, 0]
+
+
+def test_what_is_pinned_is_evicted_last_and_the_latest_pin_first(layer):
+    cache = PrefixCache(10, None)
+    for one in (A, B, C, D):
+        cache.store(ids(one), layer())
+    for owner, one in (("first", A), ("second", C), ("third", A), ("fourth", B), ("none", [5] * 20)):
+        cache.pin(owner, ids(one, [9]))
+    cache.unpin("fourth")
+    left = []
+    for max_bytes in (30, 20, 10, 0):
+        (number,) = cache.shrink(max_bytes)
+        left.append("ABCD"[number])
+    assert left == ["B", "D", "C", "A"]
+    assert not cache._pins
+
+
+def test_what_is_pinned_stays_unless_it_is_asked_for(layer):
+    cache = PrefixCache(2, None)
+    cache.store(ids(A), layer())
+    cache.store(ids(B), layer())
+    cache.pin("owner", ids(A, [9]))
+    cache.shrink(0, pinned=False)
+    assert cache.covers(ids(A, [9])) == 20
+    # A pin goes on to the sequence that takes the place of the pinned one.
+    cache.store(ids(A, B), layer())
+    cache.store(ids(C), layer())
+    cache.shrink(10, pinned=False)
+    assert [cache.covers(ids(one, [9])) for one in (A, C)] == [20, 0]
+    # The number of sequences is bounded without regard to pins.
+    cache.store(ids(B), layer())
+    cache.store(ids(C), layer())
+    assert cache.covers(ids(A, [9])) == 0
+
+
+def test_another_rank_evicts_the_same_by_number(layer):
+    caches = [PrefixCache(10, None) for _ in range(2)]
+    for cache in caches:
+        for one in (A, B, C):
+            cache.store(ids(one), layer())
+    caches[0].pin("owner", ids(A, [9]))
+    caches[1].evict(caches[0].shrink(15))
+    assert [[cache.covers(ids(one, [9])) for one in (A, B, C)] for cache in caches] == [[20, 0, 0]] * 2
+    caches[1].clear()
+    assert (len(caches[1]), caches[1].n_bytes) == (0, 0)
 
 
 class Disk:
@@ -636,6 +683,51 @@ def test_a_cancelled_job_leaves_its_cache_to_its_own_scope(model):
     seen.run(other)
     seen.run(own)
     assert (seen.cached[other], seen.cached[own]) == (0, len(SYSTEM))
+
+
+def scheduler_of(model, limit_tokens):
+    """A scheduler with room for so many tokens in all, in steps of 256 as mlx-lm allocates them."""
+    size = measure([model])
+    backend = BatchBackend(replace(loaded(model, max_sequences=128), kv_size=size), BatchOptions())
+    scheduler = Scheduler(FakeModels(lambda _: backend, kv_limit=size.bytes(256) * limit_tokens // 256), Limits())
+    scheduler.load("m")
+    return scheduler, backend
+
+
+def turn(scheduler, prompt, max_tokens=8):
+    """The answer, and how much of the prompt was cached."""
+    one = job(prompt, max_tokens, ignore_eos=True)
+    scheduler.submit([one])
+    while scheduler.step():
+        pass
+    events = [one.events.get_nowait() for _ in range(one.events.qsize())]
+    return [event.token for event in events[1:]], events[0].cached_tokens
+
+
+def test_an_agent_s_turn_evicts_the_prefix_of_another_not_its_own(model):
+    # Two kept conversations and one turn, less a hundred tokens.
+    scheduler, _ = scheduler_of(model, 3 * 512 - 100)
+    one, other = [*SYSTEM * 4], [*SYSTEM[::-1] * 4]
+    answer, _ = turn(scheduler, one)
+    turn(scheduler, other)
+    assert turn(scheduler, [*one, *answer[:-1], 9, 9])[1] >= len(one)
+
+
+@pytest.mark.parametrize("n_steps", [0, 1])
+def test_an_admitted_job_s_prefix_stays_pinned_until_it_begins(model, n_steps):
+    seen = Seen(batch_of(model))
+    seen.run(job(SYSTEM))
+    first, gone = job([*SYSTEM, 9]), job([*SYSTEM, 10])
+    seen.backend.insert(first)
+    seen.backend.insert(gone)
+    seen.backend.remove([gone])
+    seen.backend.pin([])
+    for _ in range(n_steps):
+        seen.step(StepPlan(1, decodes=False))
+    seen.backend.shrink_cache(0, pinned=False)
+    assert seen.backend.n_cached == (not n_steps)
+    seen.backend.remove([first])
+    assert not seen.backend._loaded.prefix_cache._pins
 
 
 def test_where_another_scope_s_prompts_part_no_copy_is_kept():

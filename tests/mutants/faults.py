@@ -122,9 +122,15 @@ FAULTS = (
     ),
     Fault(
         "the wrong model's prefixes are given up first",
-        "slots.values():\n            if excess <= 0:",
-        "slots.__reversed__():\n            slot = self._loaded.slots[slot]\n            if excess <= 0:",
+        "product((False, True), self._loaded.slots.values())",
+        "product((False, True), reversed(self._loaded.slots.values()))",
         (SCHEDULER,),
+    ),
+    Fault(
+        "the prefixes of the jobs in line are not pinned",
+        "slot.backend.pin([job for job in waiting if job.model == name])",
+        "slot.backend.pin([])",
+        (PREFIXES,),
     ),
     Fault(
         "the model that is used is not the most recently used one",

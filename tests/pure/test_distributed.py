@@ -78,7 +78,7 @@ class FakePart(FakeBackend):
     def insert(self, job):
         super().insert(job)
         self.done.append(("insert", job.prompt.tokens, job.sampling))
-        self.kept.entries.append(job.prompt.tokens)
+        self.kept.add(job.prompt.tokens)
 
     def remove(self, jobs):
         self.done.append(("remove", [job.prompt.tokens for job in jobs]))
@@ -97,19 +97,31 @@ class FakePart(FakeBackend):
     def give_up(self, jobs):
         self.done.append(("give up", [job.prompt.tokens for job in jobs]))
 
-    def shrink_cache(self, max_bytes):
-        self.kept.keep(max_bytes // 100)
-
 
 class FakeKept:
+    """Numbered prefixes of 100 bytes. The leader's evicts those with an even number first, as if others were pinned."""
+
     def __init__(self):
-        self.entries = []
+        self.entries = {}
 
     def __len__(self):
         return len(self.entries)
 
-    def keep(self, n_sequences):
-        del self.entries[: max(0, len(self.entries) - n_sequences)]
+    def add(self, tokens):
+        self.entries[max(self.entries, default=0) + 1] = tokens
+
+    def shrink(self, max_bytes, *, pinned):
+        order = sorted(self.entries, key=lambda number: (number % 2, number))
+        gone = order[: max(0, len(order) - max_bytes // 100)]
+        self.evict(gone)
+        return gone
+
+    def evict(self, numbers):
+        for number in numbers:
+            del self.entries[number]
+
+    def clear(self):
+        self.entries.clear()
 
 
 class FakeStore:
@@ -300,7 +312,7 @@ def test_who_is_late_is_decided_by_the_leader_s_clock():
         assert ("give up", [late.prompt.tokens]) in store.parts["m"].done
 
 
-def test_prefixes_are_counted_by_the_leader_s_bytes():
+def test_prefixes_are_evicted_everywhere_as_the_leader_chooses_by_its_bytes():
     joined = Joined(cache_bytes=250)
     backend = joined.open("m")
     for text in ("one", "two", "three", "four"):
@@ -309,7 +321,7 @@ def test_prefixes_are_counted_by_the_leader_s_bytes():
     assert len(joined.here.parts["m"].kept) == 2
     backend.shrink_cache(100)
     joined.close()
-    kept = [tuple(b"four")]
+    kept = {3: tuple(b"three")}
     assert joined.here.parts["m"].kept.entries == kept
     assert joined.there.parts["m"].kept.entries == kept
 

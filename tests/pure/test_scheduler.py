@@ -277,7 +277,7 @@ def test_whatever_ends_the_worker_all_jobs_and_its_owner_are_told(error):
 
 def test_a_recovery_that_fails_ends_the_worker_and_nobody_is_left_waiting():
     class Unrecoverable(Failing):
-        def shrink_cache(self, max_bytes):
+        def shrink_cache(self, max_bytes, *, pinned=True):
             raise MemoryError
 
     scheduler, opened = make(capacity=1, backend=Unrecoverable)
@@ -656,7 +656,7 @@ class Keeping(FakeBackend):
         super().insert(a_job)
         self.cache_bytes += 10
 
-    def shrink_cache(self, max_bytes):
+    def shrink_cache(self, max_bytes, *, pinned=True):
         self.cache_bytes = min(self.cache_bytes, max_bytes)
 
 
@@ -723,6 +723,32 @@ def test_the_prefixes_of_the_model_used_longest_ago_go_first():
     scheduler.submit([job("a", model="m1", max_tokens=9)])
     scheduler.step()
     assert {name: backend.cache_bytes for name, backend in kept.items()} == {"m1": 20, "m2": 0}
+
+
+def test_the_jobs_in_line_pin_their_prefixes_before_any_is_evicted():
+    class Pinning(Keeping):
+        pinned = ""
+
+        def pin(self, jobs):
+            self.pinned = [bytes(one.prompt.tokens) for one in jobs]
+
+        def shrink_cache(self, max_bytes, *, pinned=True):
+            evicted.append((self.pinned, pinned))
+            if pinned:
+                super().shrink_cache(max_bytes)
+
+    evicted = []
+    scheduler, opened = make(kv_limit=30, backend=Pinning, max_loaded=2, capacity=1)
+    for name in ("m1", "m2"):
+        scheduler.submit([job("a", model=name, max_tokens=1)])
+        run(scheduler)
+    for _, backend in opened:
+        backend.cache_bytes = 14
+    evicted.clear()
+    scheduler.submit([job(text, model=model, max_tokens=9) for text, model in (("a", "m2"), ("b", "m1"), ("c", "m2"))])
+    scheduler.step()
+    # The pinned prefixes of m1 stay until the others of m2 are gone too.
+    assert evicted[:3] == [([b"b"], False), ([b"a", b"c"], False), ([b"b"], True)]
 
 
 def test_prefixes_go_after_a_failed_step():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -35,6 +35,7 @@ class _KeptPrefix:
     scope: str
     cache: list[Any]
     n_bytes: int
+    number: int
 
 
 def as_ids(tokens: Sequence[int]) -> Ids:
@@ -52,6 +53,9 @@ def common(a: Ids, b: Ids) -> int:
 class PrefixCache:
     """At most ``max_sequences`` caches and ``max_bytes`` bytes. The least recently used cache is evicted first.
 
+    What an owner has pinned is evicted last. The limit of ``max_sequences`` ignores pins: one rank alone knows the jobs
+    in line, and all ranks must evict alike.
+
     ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is stored and
     reused only if its length equals its number of tokens: any other length would silently give wrong tokens. A prompt
     never uses the caches of another scope, because the number of cached tokens would reveal what others have sent.
@@ -66,6 +70,9 @@ class PrefixCache:
         self._tier = tier
         # The least recently used first.
         self._entries: list[_KeptPrefix] = []
+        # What each owner will use, in the order of pinning.
+        self._pins: dict[Hashable, _KeptPrefix] = {}
+        self._n_added = 0
         self.n_bytes = 0
         self.n_evicted = 0
         # This number changes whenever the result of ``covers`` may change.
@@ -112,15 +119,47 @@ class PrefixCache:
         if is_whole(cache, len(ids)) and self._add(ids, scope, cache) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 
-    def shrink(self, max_bytes: int) -> None:
-        """Evict the least recently used caches until the rest takes at most ``max_bytes``."""
-        while self._entries and self.n_bytes > max_bytes:
-            self._evict()
+    def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
+        """Evict the cache that ``fetch`` would use for this prompt after all others. It replaces the owner's pin."""
+        self.unpin(owner)
+        entry, _ = self._best(ids, scope)
+        if entry is not None:
+            self._pins[owner] = entry
+
+    def unpin(self, owner: Hashable) -> None:
+        """Give up the owner's pin, if it has one."""
+        self._pins.pop(owner, None)
+
+    def shrink(self, max_bytes: int, *, pinned: bool = True) -> list[int]:
+        """Evict caches until the rest takes at most ``max_bytes``. Returns their numbers, for ``evict``.
+
+        The least recently used goes first, then the pinned ones, from the latest pin on; without ``pinned`` they stay.
+        """
+        held = dict.fromkeys(self._pins.values())
+        order = [entry for entry in self._entries if entry not in held]
+        if pinned:
+            order += reversed(held)
+        evicted = []
+        for entry in order:
+            if self.n_bytes <= max_bytes:
+                break
+            self._evict(entry)
+            evicted.append(entry.number)
+        return evicted
+
+    def evict(self, numbers: Collection[int]) -> None:
+        """Evict what another rank has evicted. All ranks number their caches alike."""
+        for entry in [entry for entry in self._entries if entry.number in numbers]:
+            self._evict(entry)
+
+    def clear(self) -> None:
+        """Evict all caches."""
+        self.keep(0)
 
     def keep(self, n_sequences: int) -> None:
         """Evict the least recently used caches until at most ``n_sequences`` are left."""
         while len(self._entries) > n_sequences:
-            self._evict()
+            self._evict(self._entries[0])
 
     def _best(self, ids: Ids, scope: str) -> tuple[_KeptPrefix | None, int]:
         most = len(ids) - 1
@@ -137,6 +176,7 @@ class PrefixCache:
     def _add(self, ids: Ids, scope: str, cache: list[Any]) -> bool:
         """Add a cache. False when another entry already covers it."""
         trims = can_trim(cache)
+        covered = []
         for entry in self._of(scope):
             n = common(entry.ids, ids)
             if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
@@ -144,8 +184,12 @@ class PrefixCache:
                 return False
             # A trimmable cache replaces the caches of its own prefixes.
             if trims and n == len(entry.ids):
-                self._drop(entry)
-        entry = _KeptPrefix(ids, scope, cache, sum(layer.nbytes for layer in cache))
+                covered.append(entry)
+        entry = _KeptPrefix(ids, scope, cache, sum(layer.nbytes for layer in cache), self._n_added)
+        self._n_added += 1
+        for former in covered:
+            self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is former})
+            self._drop(former)
         self._entries.append(entry)
         self.n_bytes += entry.n_bytes
         self.version += 1
@@ -158,12 +202,13 @@ class PrefixCache:
         self._entries.remove(entry)
         self._entries.append(entry)
 
-    def _evict(self) -> None:
-        self._drop(self._entries[0])
+    def _evict(self, entry: _KeptPrefix) -> None:
+        self._drop(entry)
         self.n_evicted += 1
 
     def _drop(self, entry: _KeptPrefix) -> None:
         self._entries.remove(entry)
+        self._pins = {owner: pinned for owner, pinned in self._pins.items() if pinned is not entry}
         self.n_bytes -= entry.n_bytes
         self.version += 1
 

@@ -100,7 +100,9 @@ class BatchBackend(LoadedBackend):
         if job.sampling.prompt_logprobs is not None:
             self._scoring.append(Scoring(choice, self._loaded.model))
         else:
-            self._prompts.append(RunningSequence(choice, as_ids(job.prompt.tokens)))
+            sequence = RunningSequence(choice, self.ids_of(job))
+            self._loaded.prefix_cache.pin(job, sequence.ids, sequence.scope)
+            self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch. Their computed prefixes are kept if other jobs could use them."""
@@ -109,6 +111,7 @@ class BatchBackend(LoadedBackend):
         for waiting in (self._prompts, self._prefilled):
             for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
                 waiting.remove(sequence)
+                self._loaded.prefix_cache.unpin(sequence.choice.job)
                 if sequence.cache is not None and self._loaded.trimmable:
                     self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache, sequence.scope)
                 # Waiting prompts keep a reference to this sequence until they start.
@@ -199,6 +202,7 @@ class BatchBackend(LoadedBackend):
         if not isinstance(n_fed, Failed):
             return n_fed
         self._prompts.remove(prompt)
+        self._loaded.prefix_cache.unpin(job)
         prompt.cache = None
         events.append((job, n_fed))
         return 0
@@ -235,6 +239,7 @@ class BatchBackend(LoadedBackend):
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
+        self._loaded.prefix_cache.unpin(prompt.choice.job)
         # Drop the reference to the donor, so that an ended sequence is freed.
         prompt.donor = None
         prompt.in_common.clear()

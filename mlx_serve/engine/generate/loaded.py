@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
+from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -24,6 +25,8 @@ class LoadedBackend(Backend):
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
+        # The jobs in line that have pinned prefixes, with their prompts as arrays.
+        self._in_line: dict[Job, Ids] = {}
 
     @property
     def alone(self) -> str:
@@ -41,8 +44,23 @@ class LoadedBackend(Backend):
     def n_evicted(self) -> int:
         return self._loaded.prefix_cache.n_evicted
 
-    def shrink_cache(self, max_bytes: int) -> None:
-        self._loaded.prefix_cache.shrink(max_bytes)
+    def pin(self, jobs: Sequence[Job]) -> None:
+        known, self._in_line = self._in_line, {}
+        for job in known:
+            self._loaded.prefix_cache.unpin(job)
+        for job in jobs:
+            if job.inputs is None:
+                self._in_line[job] = known[job] if job in known else as_ids(job.prompt.tokens)
+                self._loaded.prefix_cache.pin(job, self._in_line[job], job.scope)
+
+    def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
+        self._loaded.prefix_cache.shrink(max_bytes, pinned=pinned)
+
+    def ids_of(self, job: Job) -> Ids:
+        """The prompt of a job that leaves the line."""
+        ids = self._in_line.pop(job, None)
+        self._loaded.prefix_cache.unpin(job)
+        return as_ids(job.prompt.tokens) if ids is None else ids
 
     def attempt(self, job: Job, work: Callable[[], T]) -> T | Failed:
         """The result of ``work``, which runs one job's prompt. If it raises, that job alone fails.

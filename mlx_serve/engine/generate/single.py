@@ -150,7 +150,7 @@ class SingleBackend(LoadedBackend):
         return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
 
     def _cache(self, job: Job) -> tuple[list[Any], int]:
-        cache, n_cached = self._loaded.prefix_cache.fetch(as_ids(job.prompt.tokens), job.scope)
+        cache, n_cached = self._loaded.prefix_cache.fetch(self.ids_of(job), job.scope)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
             if self._loaded.draft_model is not None:

@@ -35,7 +35,7 @@ class Follower:
             "insert": lambda name, *arguments: self._parts[name].insert(*arguments),
             "remove": lambda name, *arguments: self._parts[name].remove(*arguments),
             "step": lambda name, *arguments: self._parts[name].step(*arguments),
-            "keep": lambda name, n: self._store.prefix_cache(name).keep(n),
+            "evict": lambda name, numbers: self._store.prefix_cache(name).evict(numbers),
             "failed": self._fail,
             "close": lambda name: self._parts.pop(name).backend.close(),
         }
@@ -53,7 +53,7 @@ class Follower:
     def _fail(self, name: str) -> None:
         # Rank 0's scheduler opens a new backend.
         del self._parts[name]
-        self._store.prefix_cache(name).keep(0)
+        self._store.prefix_cache(name).clear()
 
     def _open(self, name: str) -> None:
         self._opening = JointOpening(self._store, self._ranks, name)

@@ -155,12 +155,13 @@ class LedBackend:
         self._bound_cache()
         return events
 
-    def shrink_cache(self, max_bytes: int) -> None:
-        """Evict prefixes. The others then keep the same number, because their bytes differ."""
-        n_before = len(self._kept)
-        self._part.shrink_cache(max_bytes)
-        if len(self._kept) < n_before:
-            self._leader.post("keep", self._name, len(self._kept))
+    def pin(self, jobs: Sequence[Job]) -> None:
+        self._part.pin(jobs)
+
+    def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
+        """Evict prefixes. The others then evict the same ones: their bytes differ, and they know no jobs in line."""
+        if numbers := self._kept.shrink(max_bytes, pinned=pinned):
+            self._leader.post("evict", self._name, numbers)
 
     def close(self) -> None:
         """Close the backends of all ranks."""
@@ -176,7 +177,7 @@ class LedBackend:
         try:
             yield
         except ALIKE:
-            self._kept.keep(0)
+            self._kept.clear()
             self._leader.post("failed", self._name)
             raise
 

@@ -4,8 +4,8 @@
     others                                   receive --> Follower --> the same call on its own part
 
 A model's computations meet in MLX's collectives, so all ranks must run the same ones in the same order. Some decisions
-depend on time or on a rank's memory: how many tokens to prefill, which grammar took too long, how many prefixes to
-keep. Rank 0 makes and announces these. All else follows from the messages. This module has the parts that leader.py
+depend on time or on a rank's memory: how many tokens to prefill, which grammar took too long, which prefixes to
+evict. Rank 0 makes and announces these. All else follows from the messages. This module has the parts that leader.py
 and follower.py share. Knows no MLX; worker thread.
 """
 

@@ -6,8 +6,9 @@ Kept prefixes and idle models are dropped for jobs. Worker thread, except ``chec
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import product
 
 from mlx_serve.engine.backend import ModelLoader
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
@@ -15,11 +16,12 @@ from mlx_serve.values import ApiError, Job
 
 
 class Room:
-    """The memory for KV caches of the loaded models."""
+    """The memory for KV caches of the loaded models. ``in_line`` returns the waiting jobs in their order."""
 
-    def __init__(self, models: ModelLoader, loaded: LoadedModels) -> None:
+    def __init__(self, models: ModelLoader, loaded: LoadedModels, in_line: Callable[[], Sequence[Job]]) -> None:
         self._models = models
         self._loaded = loaded
+        self._in_line = in_line
         # The bytes of kept prefixes at the last check.
         self._bounded_bytes = 0
 
@@ -79,13 +81,17 @@ class Room:
                 self._shrink_caches(limit - self._running_bytes())
 
     def _shrink_caches(self, max_bytes: int) -> None:
-        """Evict prefixes, those of the least recently used model first."""
+        """Evict prefixes, those of the least recently used model first, and those that waiting jobs will use last."""
         excess = self._cached_bytes() - max(0, max_bytes)
-        for slot in self._loaded.slots.values():
+        if excess > 0:
+            waiting = self._in_line()
+            for name, slot in self._loaded.slots.items():
+                slot.backend.pin([job for job in waiting if job.model == name])
+        for pinned, slot in product((False, True), self._loaded.slots.values()):
             if excess <= 0:
                 break
             held = slot.backend.cache_bytes
-            slot.backend.shrink_cache(max(0, held - excess))
+            slot.backend.shrink_cache(max(0, held - excess), pinned=pinned)
             excess -= held - slot.backend.cache_bytes
         self._bounded_bytes = self._cached_bytes()
 

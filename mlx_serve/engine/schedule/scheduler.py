@@ -83,7 +83,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._loaded = LoadedModels(models, self._changed, clock, lambda: Costs(*_STEP_S))
         self._slots = self._loaded.slots
-        self._room = Room(models, self._loaded)
+        self._room = Room(models, self._loaded, self._in_line)
         # What an exception concerns: the job being admitted, or the model whose step is running.
         self._admitting: Job | None = None
         self._stepping: str | None = None
