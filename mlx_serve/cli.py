@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from mlx_serve import blas, logs, serve, signals
+from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, NotAModelError, context_limit
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mlx_serve")
 
 # Each sub-command is a module with ``main(argv) -> exit status``, imported when it is called.
-# Without a sub-command, ``mlx-serve`` starts the server.
+# Without one, or with "serve", ``mlx-serve`` starts the server.
 COMMANDS: dict[str, str] = {
     "bench": "mlx_serve.commands.bench.command",
     "chat": "mlx_serve.commands.chat",
@@ -44,6 +45,7 @@ COMMANDS: dict[str, str] = {
     "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
 }
+NAMES = sorted([*COMMANDS, "help", "serve", "version"])
 # File descriptors besides connections: models, libraries, the log.
 _OTHER_DESCRIPTORS = 256
 
@@ -77,15 +79,16 @@ def run() -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``mlx-serve`` command and return the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     if argv and argv[0] in COMMANDS:
         return int(import_module(COMMANDS[argv[0]]).main(argv[1:]))
-    if argv and argv[0] and not argv[0].startswith("-"):
-        near = did_you_mean(argv[0], COMMANDS) or f": there are {', '.join(COMMANDS)}; --model names a model"
-        print(f"mlx-serve: no command {argv[0]!r}{near}", file=sys.stderr)
+    if mistyped := _no_command(argv):
+        print(f"mlx-serve: {mistyped}", file=sys.stderr)
         return 2
     try:
-        settings = config.from_args(argv)
+        settings = config.from_args(_flags(argv))
     except StartError as error:
         return _refuse(error)
     logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format))
@@ -102,6 +105,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (StartError, EngineLost, demo.DemoError, NotAModelError) as error:
         return _refuse(error)
     return 0
+
+
+def _no_command(argv: Sequence[str]) -> str:
+    """The error for a first word that is no command, and does not look like a model (a path, a repository); or ""."""
+    word = argv[0] if argv else "-"
+    if not word or word in NAMES or word[0] == "-" or "/" in word or "=" in word:
+        return ""
+    return f"no command {word!r}" + (
+        did_you_mean(word, NAMES) or f": there are {', '.join(NAMES)}; `mlx-serve serve {word}` serves a model"
+    )
+
+
+def _flags(argv: list[str]) -> list[str]:
+    """The server's flags. A model may come first, with or without "serve", as for ``vllm serve MODEL``."""
+    if argv == ["version"]:
+        return ["--version"]
+    argv = argv[argv[:1] == ["serve"] :]
+    return ["--model", *argv] if argv and not argv[0].startswith("-") else argv
 
 
 def _refuse(error: Exception) -> int:
@@ -175,7 +196,10 @@ def ready_line(settings: Config, catalog: Catalog, url: str) -> str:
         f"context {'unknown' if context is None else context} tokens",
         f"{settings.decode_concurrency} sequences at a time",
         f"queue {settings.max_queue}",
-        f"body {settings.max_body_bytes} bytes",
+        f"body {bytes_text(settings.max_body_bytes)}",
         f"{settings.max_connections} connections",
     ]
-    return f"ready: {url} | model: {model} | {', '.join(limits)}"
+    # A browser can't open the address of all interfaces.
+    root = url.removesuffix("v1").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    page = f" | page: {root}" if settings.ui and url.startswith("http") else ""
+    return f"ready: {url}{page} | model: {model} | {', '.join(limits)}"

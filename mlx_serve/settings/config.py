@@ -237,7 +237,7 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog=prog,
         # A short usage line: the list of all flags would hide the error that is printed with it.
-        usage=f"{prog} [FLAGS]\n       {prog} COMMAND [FLAGS]",
+        usage=f"{prog} [serve] [MODEL ...] [FLAGS]\n       {prog} COMMAND [FLAGS]",
         description="Serve MLX language models over the OpenAI HTTP API. Without a model it offers the models in the "
         "Hugging Face cache; --demo serves a small model that needs no hub.",
         # cli.COMMANDS, which this module can't import.

@@ -136,7 +136,7 @@ def _parameters(function: Function) -> Mapping[str, Any]:
 def check_installed(param: str) -> None:
     """Raises ApiError 400 if the extra is not installed."""
     if find_spec("llguidance") is None:
-        text = f"'{param}' needs constrained decoding, which is not installed here: pip install 'mlx-serve[structured]'"
+        text = f"'{param}' needs constrained decoding, which is not installed: pip install 'mlx-serve-http[structured]'"
         raise ApiError(400, text, param=param)
 
 

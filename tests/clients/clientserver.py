@@ -34,7 +34,7 @@ from tests.clients import openaischema as schema
 MODEL = "fake"
 KEY = "sk-test"
 CONTEXT_TOKENS = 4096
-EXTRA = "not installed: pip install 'mlx-serve[clients]'"
+EXTRA = "not installed: pip install 'mlx-serve-http[clients]'"
 
 Script = Callable[[str], str]
 

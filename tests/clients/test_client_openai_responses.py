@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from tests.waiting import DEADLINE_S
 
-pytest.importorskip("openai", reason="openai is not installed: pip install 'mlx-serve[clients]'")
+pytest.importorskip("openai", reason="openai is not installed: pip install 'mlx-serve-http[clients]'")
 
 import openai
 

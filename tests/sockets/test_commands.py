@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from mlx_serve import cli
+from mlx_serve import __version__, cli
 from mlx_serve.client.place import place
 from mlx_serve.commands import chat, models
 from mlx_serve.engine.catalog import Catalog
@@ -294,11 +294,34 @@ def test_an_output_that_is_closed_ends_nothing():
 
 
 @pytest.mark.parametrize(
-    ("word", "says"), [("modls", "(did you mean models?)"), ("~/models/Qwen3-4B", "--model names a model")]
+    ("word", "says"), [("modls", "(did you mean models?)"), ("Qwen3-4B", "`mlx-serve serve Qwen3-4B` serves a model")]
 )
 def test_no_such_command(capsys, word, says):
     assert cli.main([word]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["/no/such/model"], ["serve", "/no/such/model"], ["big=/no/such/model"]])
+def test_a_model_may_come_first(words):
+    command = [sys.executable, "-m", "mlx_serve", *words, "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    assert (done.returncode, "/no/such/model" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["help"], "Serve MLX language models"),
+        (["help", "models"], "List the models"),
+        (["version"], f"mlx-serve {__version__}"),
+        (["serve", "--version"], f"mlx-serve {__version__}"),
+    ],
+)
+def test_help_and_version_are_words_too(capsys, words, says):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 0
+    assert says in capsys.readouterr().out
 
 
 def test_the_server_s_address_is_one_flag_in_all_commands(capsys):

@@ -367,7 +367,7 @@ def test_without_prometheus_client_it_says_what_to_install():
     code += "except ApiError as error:\n    print(error.status, error.code, error.message)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("501 metrics_not_installed")
-    assert "mlx-serve[metrics]" in done.stdout
+    assert "mlx-serve-http[metrics]" in done.stdout
 
 
 # Who may ask

@@ -254,7 +254,7 @@ def test_without_the_extra_everything_else_works(fake, monkeypatch):
     ):
         status, _, body = fake.chat(**fields)
         assert status == 400
-        assert "pip install 'mlx-serve[structured]'" in body["error"]["message"]
+        assert "pip install 'mlx-serve-http[structured]'" in body["error"]["message"]
     ok(fake.chat(tools=[TIME], response_format={"type": "text"}))
 
 

@@ -34,7 +34,7 @@ def respond(metrics: Metrics, engine: EngineStats, status: str) -> Response:
     except ImportError:
         raise ApiError(
             501,
-            "GET /metrics needs the package prometheus-client: pip install 'mlx-serve[metrics]'. "
+            "GET /metrics needs the package prometheus-client: pip install 'mlx-serve-http[metrics]'. "
             "GET /stats has the same figures as JSON without it.",
             type="server_error",
             code="metrics_not_installed",

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ OTHER_DESCRIPTORS = 256
 _OTHERS = 0o066
 _PROBE_TIMEOUT_S = 180
 _NEEDED = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "pydantic")
+# The name of another server on PyPI, with the same module and command.
+_NAMESAKE = "mlx-serve"
 _EXTRAS = {"llguidance": "structured", "prometheus-client": "metrics"}
 
 
@@ -79,11 +81,15 @@ def versions() -> Iterator[Finding]:
     if sys.platform == "darwin" and platform.machine() != "arm64":
         advice = "use a native arm64 Python (this one runs under Rosetta, or the Mac has an Intel chip)"
         yield Finding("problem", "versions", f"this Python is for {platform.machine()}; MLX needs arm64", advice)
+    yield from _namesake()
     for name in _NEEDED:
         found = _version(name)
         if found is None:
             yield Finding(
-                "problem", "versions", f"{name} is not installed", "pip install mlx-serve (Linux: mlx-serve[cpu])"
+                "problem",
+                "versions",
+                f"{name} is not installed",
+                "pip install mlx-serve-http (Linux: mlx-serve-http[cpu])",
             )
         else:
             yield Finding("ok", "versions", f"{name} {found}")
@@ -95,8 +101,21 @@ def versions() -> Iterator[Finding]:
                 "note",
                 "versions",
                 f"{name} is not installed",
-                f"optional; install it with: pip install 'mlx-serve[{extra}]'",
+                f"optional; install it with: pip install 'mlx-serve-http[{extra}]'",
             )
+
+
+def _namesake() -> Iterator[Finding]:
+    """PyPI's mlx-serve is another server. Installed beside this one, each overwrites files of the other."""
+    try:
+        other = distribution(_NAMESAKE)
+    except PackageNotFoundError:
+        return
+    # A checkout's own record of this project under its former name has no such list.
+    if other.read_text("RECORD") and any(file.parts[0] == "mlx_serve" for file in other.files or ()):
+        text = f"{_NAMESAKE} {other.version} of PyPI is installed: another server, whose files replace this one's"
+        advice = f"pip uninstall {_NAMESAKE}; pip install --force-reinstall --no-deps mlx-serve-http"
+        yield Finding("problem", "versions", text, advice)
 
 
 def _version(name: str) -> str | None:
@@ -109,7 +128,7 @@ def _version(name: str) -> str | None:
 def device(found: Probe) -> Iterator[Finding]:
     """The device that MLX computes on, its memory, and the BLAS if it is a CPU."""
     if found.fault:
-        advice = "try `python -c 'import mlx.core'`; on Linux MLX needs an extra: pip install 'mlx-serve[cpu]'"
+        advice = "try `python -c 'import mlx.core'`; on Linux MLX needs an extra: pip install 'mlx-serve-http[cpu]'"
         yield Finding("problem", "device", f"MLX does not work: {found.fault}", advice)
         return
     info = found.facts.get("device_info", {})
