@@ -221,7 +221,7 @@ def test_each_function_s_references_have_their_own_root():
 def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     check_installed("p")
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ApiError, match=r"pip install 'mlx-serve\[structured\]'") as caught:
+    with pytest.raises(ApiError, match=r"pip install 'mlx-serve-http\[structured\]'") as caught:
         check_installed("p")
     assert (caught.value.status, caught.value.param) == (400, "p")
 
