@@ -23,10 +23,14 @@ class EngineLost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream."""
+    """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream.
+
+    ``n_held``: once a prompt is done, the step runs at most so many tokens of others before it decodes; None: any.
+    """
 
     n_tokens: int
     decodes: bool = True
+    n_held: int | None = None
 
 
 class Backend(Protocol):

@@ -374,6 +374,17 @@ def test_streams_wait_for_scores_no_longer_than_for_prompts(model):
     assert n_plans == 8
 
 
+def test_a_prompt_that_is_done_is_held_for_those_alone_that_are_done_soon(model):
+    seen = Seen(batch_of(model))
+    first, soon, later = (job(list(range(start, start + n)), 4) for start, n in ((1, 11), (20, 16), (40, 41)))
+    for each in (first, soon, later):
+        seen.backend.insert(each)
+    # 10, 15 and 40 tokens, and 20 may follow the first.
+    seen.step(StepPlan(500, n_held=20))
+    assert [each.n_prefilled for each in (first, soon, later)] == [10, 15, 0]
+    assert seen.backend.n_decoding == 2
+
+
 @pytest.mark.parametrize("kind", [KVCache, ConcatenateKVCache, lambda: ChunkedKVCache(400)])
 def test_what_was_cut_back_goes_on_where_it_was_cut(kind):
     numbers = mx.arange(300.0)[None, None, :, None]

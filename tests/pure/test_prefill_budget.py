@@ -6,6 +6,9 @@ from mlx_serve.engine.backend import NO_GAP, StepPlan
 from mlx_serve.engine.generate.pass_cost import PassCost
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 
+# Tokens of a prompt, and those that take half a second.
+LONG, N_HELD = 100_000, 500
+
 
 def known(decode_s=0.0, overhead_s=0.0):
     """A budget that knows of 1,000 tokens a second beside the overhead of a pass, and what a step's decoding takes."""
@@ -84,15 +87,15 @@ def test_the_speed_follows_what_is_measured():
 def test_a_slice_beside_streams_is_never_mostly_overhead():
     # 0.2 s would hold 10 tokens behind an overhead of 0.19 s: a third of the slice is overhead instead.
     budget = known(overhead_s=0.19)
-    assert budget.plan(0.2, 1, n_decoding=8) == StepPlan(384, decodes=True)
+    assert budget.plan(0.2, [LONG], n_decoding=8) == StepPlan(384, decodes=True, n_held=309)
     # What --max-itl-ms allows is more than that here.
-    assert budget.plan(1.0, 1, n_decoding=8) == StepPlan(816, decodes=True)
+    assert budget.plan(1.0, [LONG], n_decoding=8) == StepPlan(816, decodes=True, n_held=309)
 
 
 def test_with_nobody_decoding_a_slice_is_a_second_or_ten_times_its_overhead():
-    assert known().plan(NO_GAP, 1, n_decoding=0).n_tokens == 1008
-    assert known(overhead_s=0.19).plan(NO_GAP, 1, n_decoding=0).n_tokens == 1712
-    assert known(overhead_s=1.0).plan(NO_GAP, 1, n_decoding=0).n_tokens == 2048  # --prefill-step-size
+    assert known().plan(NO_GAP, [LONG], n_decoding=0).n_tokens == 1008
+    assert known(overhead_s=0.19).plan(NO_GAP, [LONG], n_decoding=0).n_tokens == 1712
+    assert known(overhead_s=1.0).plan(NO_GAP, [LONG], n_decoding=0).n_tokens == 2048  # --prefill-step-size
 
 
 def test_where_decoding_is_slow_a_prompt_gets_twice_its_time():
@@ -102,50 +105,42 @@ def test_where_decoding_is_slow_a_prompt_gets_twice_its_time():
 
 def test_one_prompt_beside_streams_gets_the_gap_of_each_step_or_a_share_of_it():
     for decode_s in (0.0, 0.01, 0.1):
-        assert known(decode_s).plan(0.2, 1, n_decoding=8) == StepPlan(208, decodes=True)
-    assert known(decode_s=0.2).plan(0.2, 1, n_decoding=8) == StepPlan(400, decodes=True)
-    assert known(decode_s=0.1).plan(0.2, 1, n_decoding=4) == StepPlan(400, decodes=True)
+        assert known(decode_s).plan(0.2, [LONG], n_decoding=8) == StepPlan(208, decodes=True, n_held=N_HELD)
+    assert known(decode_s=0.2).plan(0.2, [LONG], n_decoding=8) == StepPlan(400, decodes=True, n_held=N_HELD)
+    assert known(decode_s=0.1).plan(0.2, [LONG], n_decoding=4) == StepPlan(400, decodes=True, n_held=N_HELD)
 
 
 def test_without_prompts_every_step_decodes():
-    assert known(decode_s=0.1).plan(0.2, 0, n_decoding=4).decodes
+    assert known(decode_s=0.1).plan(0.2, [], n_decoding=4).decodes
 
 
 def test_many_prompts_beside_few_streams_get_more_in_steps_no_longer_than_half_a_second():
     budget = known(decode_s=0.1)
     # 16 times as much as decoding takes: 1.6 s.
     for decodes in (False, False, False, True):
-        plan = budget.plan(0.2, 8, n_decoding=2)
-        assert plan == StepPlan(512 if not decodes else 208, decodes)
+        plan = budget.plan(0.2, [LONG] * 8, n_decoding=2)
+        assert plan == StepPlan(512 if not decodes else 208, decodes, N_HELD)
         budget.note(0, 0.5)
     budget.note_decoding(0.1)
-    assert not budget.plan(0.2, 8, n_decoding=2).decodes
+    assert not budget.plan(0.2, [LONG] * 8, n_decoding=2).decodes
 
 
 # Who is waited for
 
 
-def test_prompts_that_came_together_begin_to_decode_together():
+def test_a_prompt_that_is_done_waits_half_a_second_for_others():
+    # With nobody decoding, and beside streams.
+    assert known().plan(NO_GAP, [LONG] * 8, n_decoding=0).n_held == N_HELD
+    assert known(decode_s=0.1).plan(0.2, [LONG] * 8, n_decoding=2).n_held == N_HELD
+    # A pass that takes longer than that is not waited for.
+    assert known(overhead_s=0.6).plan(NO_GAP, [LONG] * 8, n_decoding=0).n_held == 0
+
+
+def test_a_step_decodes_when_a_prompt_will_be_done_in_it():
     budget = known(decode_s=0.1)
-    held_s = 0.0
-    while not budget.plan(NO_GAP, 8, n_decoding=0).decodes:
-        budget.note(1000, 1.0)
-        held_s += 1.0
-    # Within 64 steps.
-    assert 5.4 <= held_s <= 6.4
+    assert not budget.plan(0.2, [LONG] * 8, n_decoding=2).decodes
+    assert budget.plan(0.2, [LONG, 400], n_decoding=2).decodes
 
 
-def test_what_was_prefilled_while_nobody_waited_is_not_held_against_those_who_come_together():
-    budget = known(decode_s=0.1)
-    budget.note(0, 60.0)
-    assert budget.plan(NO_GAP, 8, n_decoding=0).decodes
-    budget.note_nobody()
-    assert not budget.plan(NO_GAP, 8, n_decoding=0).decodes
-
-
-def test_a_model_that_decodes_nothing_holds_up_another_one_s_streams_no_longer_than_they_may_be():
-    assert known(decode_s=0.1).plan(0.2, 8, n_decoding=0) == StepPlan(208, decodes=False)
-
-
-def test_before_it_is_known_what_decoding_takes_nobody_is_held_up():
-    assert known().plan(NO_GAP, 8, n_decoding=0).decodes
+def test_with_nobody_decoding_every_step_lets_those_begin_that_are_done():
+    assert known(decode_s=0.1).plan(0.2, [LONG] * 8, n_decoding=0) == StepPlan(208, decodes=True, n_held=N_HELD)

@@ -10,10 +10,11 @@ BatchGenerator. Models that cannot be batched run in single.py.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
@@ -123,13 +124,14 @@ class BatchBackend(LoadedBackend):
             self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)
 
     def plan_step(self, gap_s: float) -> StepPlan:
-        return self._budget.plan(gap_s, len(self._prompts), len(self._decoding))
+        plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
+        return replace(plan, decodes=plan.decodes or bool(self._prefilled))
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
         n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
         if self._prompts:
-            events += self._prefill(n_tokens)
+            events += self._prefill(n_tokens, math.inf if plan.n_held is None else plan.n_held)
         if self._scoring:
             events += self._score(n_tokens)
         if self._embedding:
@@ -152,7 +154,7 @@ class BatchBackend(LoadedBackend):
 
     # Prompts.
 
-    def _prefill(self, n_tokens: int) -> list[tuple[Job, Event]]:
+    def _prefill(self, n_tokens: int, n_held: float) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
         least = max(1, n_tokens // 2)
         self._is_first_s_turn = not self._is_first_s_turn
@@ -163,6 +165,10 @@ class BatchBackend(LoadedBackend):
             # Each part of a prompt costs a full pass through the model, however small it is.
             if n_tokens < min(soonest.n_left, least):
                 break
+            if self._prefilled:
+                if n_held < soonest.n_left:
+                    break
+                n_held -= soonest.n_left
             n_tokens -= self._feed(soonest, n_tokens, events)
         return events
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlx_serve.engine.backend import NO_GAP, StepPlan
 from mlx_serve.engine.generate.pass_cost import PassCost
 
@@ -22,9 +24,8 @@ _LEAST_SHARE = 2.0
 _MOST_SHARE = 16.0
 # With so many streams for each prompt that waits, the least is enough.
 _CROWD = 8
-# Prompts that came together begin to decode together, if that holds the first of them up for no more than the time of
-# so many steps.
-_MOST_HELD = 64
+# A prompt that is done waits so long for others that can be done within that time: they then begin to decode together.
+_MOST_HELD_S = 0.5
 # The newest measurement's weight in the average.
 _WEIGHT = 0.3
 
@@ -39,23 +40,22 @@ class PrefillBudget:
         self._decode_s = 0.0
         self._since_s = 0.0
 
-    def plan(self, gap_s: float, n_waiting: int, n_decoding: int) -> StepPlan:
-        """The next step for ``n_waiting`` prompts.
+    def plan(self, gap_s: float, n_left: Collection[int], n_decoding: int) -> StepPlan:
+        """The next step. ``n_left``: the tokens that are left of each prompt that waits.
 
         ``gap_s``: how long one prompt may hold streams up; NO_GAP if there are none. Only the model's own streams may
         wait longer. Without any, another model's streams may be the ones that wait.
         """
-        if not n_waiting:
+        if not n_left:
             return StepPlan(self.tokens(gap_s))
-        slice_s = self._slice_s(gap_s)
-        if n_decoding:
-            share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * n_waiting / n_decoding), _MOST_SHARE)
-            due_s = max(slice_s, share * self._decode_s)
-        else:
-            due_s = _MOST_HELD * self._decode_s
-        left_s = due_s - self._since_s
+        slice_s, n_held = self._slice_s(gap_s), self._cost.tokens(_MOST_HELD_S)
+        if not n_decoding:
+            return StepPlan(self._tokens(slice_s), n_held=n_held)
+        share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * len(n_left) / n_decoding), _MOST_SHARE)
+        left_s = max(slice_s, share * self._decode_s) - self._since_s
         step_s = min(max(left_s, slice_s), max(slice_s, _STEP_S))
-        return StepPlan(self._tokens(step_s if n_decoding else slice_s), left_s <= step_s)
+        n_tokens = self._tokens(step_s)
+        return StepPlan(n_tokens, left_s <= step_s or min(n_left) <= n_tokens, n_held)
 
     def tokens(self, gap_s: float) -> int:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
