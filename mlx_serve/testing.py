@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from mlx_serve.engine.backend import Backend, Opening, is_last
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import too_many_dimensions
+from mlx_serve.engine.generate.reasoning import MarkerReader, ReasoningWatch
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.scheduler import Limits
 from mlx_serve.engine.token_ids import check_ids
@@ -41,6 +42,7 @@ from mlx_serve.values import (
     Inputs,
     Job,
     PromptLogprobs,
+    ReasoningBudget,
     Started,
     TokenEvent,
     unchecked,
@@ -138,7 +140,7 @@ class FakeBackend:
         if job.inputs is not None:
             self._embedding[job] = _vectors(job.index, job.inputs)
             return
-        self._jobs[job] = enumerate(self._answer(job), start=1)
+        self._jobs[job] = enumerate(_within_budget(self._answer(job), job.sampling.reasoning_budget), start=1)
         self._fresh.append(job)
 
     def remove(self, jobs: Collection[Job]) -> None:
@@ -202,6 +204,22 @@ class FakeBackend:
             del self._jobs[job]
         logprob, top = _logprobs(token, job.sampling.top_logprobs)
         return TokenEvent(job.index, token, finish, logprob, top)  # type: ignore[arg-type]
+
+
+def _within_budget(tokens: Iterable[int], budget: ReasoningBudget | None) -> Iterator[int]:
+    """An answer whose reasoning is closed when its budget is spent, and which then goes on behind its own reasoning."""
+    written, output = iter(tokens), list[int]()
+    watch = ReasoningWatch(budget) if budget is not None else None
+    while True:
+        forced = watch.next(output).token if watch is not None else None
+        if forced is not None and budget is not None and forced == budget.closing[0]:
+            ending = MarkerReader(budget.ending)
+            any(map(ending.finds, written))
+        token = forced if forced is not None else next(written, None)
+        if token is None:
+            return
+        output.append(token)
+        yield token
 
 
 def _vectors(index: int, inputs: Inputs) -> Iterator[Event]:

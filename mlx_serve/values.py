@@ -136,6 +136,35 @@ class Gate:
 
 
 @dataclass(frozen=True, slots=True)
+class Marker:
+    """An automaton over token ids that finds a marker's text. Its state says how much of the text has been read.
+
+    It begins at 0 and has found the marker at ``end``. ``moves`` has the next state for each state of the tokens that
+    can spell a part of the text; every other token leads to 0.
+    """
+
+    end: int
+    moves: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningBudget:
+    """The reasoning may have ``n_tokens``; then its output goes on with the tokens ``closing``.
+
+    ``inside``: the output begins in the reasoning. It otherwise begins behind ``opening``, and ends by itself behind
+    ``ending``. ``reopens``: it may begin again after it has ended. None of ``not_next`` may follow ``closing``.
+    """
+
+    n_tokens: int
+    inside: bool
+    opening: Marker
+    ending: Marker
+    closing: tuple[int, ...]
+    reopens: bool = False
+    not_next: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """A llguidance grammar that a process with limits has compiled, which took ``n_bytes`` of memory there.
 
@@ -185,6 +214,8 @@ class Sampling:
     # What the output has to match.
     grammar: Grammar | None = None
     gate: Gate = Gate()
+    # None: the reasoning may take all of ``max_tokens``.
+    reasoning_budget: ReasoningBudget | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,8 @@ class GenerationRequest:
     # The tools whose calls the server parses out of the text.
     tools: Sequence[dict[str, Any]] = ()
     max_calls: int | None = None
+    # The most tokens of reasoning. None: no such limit.
+    reasoning_tokens: int | None = None
     stops: Sequence[str] = ()
     keeps_stop: bool = False
     is_stream: bool = False

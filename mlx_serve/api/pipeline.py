@@ -32,6 +32,7 @@ from mlx_serve.values import (
     Job,
     Prompt,
     RawRequest,
+    ReasoningBudget,
     Response,
     Sampling,
     internal_error,
@@ -266,6 +267,7 @@ def _sampling(prepared: Prepared, prompt: Prompt, options: OutputOptions) -> Sam
         prompt_logprobs=asked.prompt_logprobs,
         grammar=_allowed(prepared),
         gate=gate,
+        reasoning_budget=_reasoning_budget(prepared, prompt, options),
     )
 
 
@@ -285,6 +287,14 @@ def _gate(tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions) -> Gate:
     # gpt-oss may begin a required call in its own format.
     with_calls = bool(options.tools) and (not options.forced_call or found.is_harmony)
     return found.gate(in_reasoning=prompt.in_reasoning, with_calls=with_calls)
+
+
+def _reasoning_budget(prepared: Prepared, prompt: Prompt, options: OutputOptions) -> ReasoningBudget | None:
+    n_tokens = prepared.asked.reasoning_tokens
+    if n_tokens is None:
+        return None
+    may_call = bool(options.tools)
+    return formats(prepared.tokenizer).reasoning_budget(n_tokens, in_reasoning=prompt.in_reasoning, may_call=may_call)
 
 
 def _within_logprobs(prepared: Prepared, wanted: int) -> int:

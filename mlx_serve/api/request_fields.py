@@ -140,6 +140,30 @@ class Request(Structured, SamplingFields):
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+# The most tokens of reasoning.
+ReasoningTokens: TypeAlias = Annotated[int, Field(ge=0)]
+
+
+class ReasoningOptions(Model):
+    """How much a model may think. ``max_tokens`` is OpenRouter's."""
+
+    effort: Effort | None = None
+    max_tokens: ReasoningTokens | None = None
+
+
+def reasoning_tokens(given: int | None, template_options: Mapping[str, Any]) -> int | None:
+    """The most tokens of reasoning: as given, else by the option that some chat templates tell their models of.
+
+    Raises ApiError 400. An option of -1 is no limit, as these templates have it.
+    """
+    name = "thinking_budget"
+    option = template_options.get(name)
+    if given is not None or option is None or option == -1:
+        return given
+    if isinstance(option, bool) or not isinstance(option, int) or option < 0:
+        param = f"chat_template_kwargs.{name}"
+        raise ApiError(400, f"Invalid value for '{param}': Must be an integer of at least 0, or -1.", param=param)
+    return option
 
 
 def effort_options(effort: Effort | None) -> dict[str, Any]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from mlx_serve.text.calls import harmony
 from mlx_serve.text.calls.descriptions import CallFormat, Offer
 from mlx_serve.text.calls.forced import ForcedCall
 from mlx_serve.text.calls.registry import HERMES, call_format, new_bare_reader, new_reader
+from mlx_serve.text.marker_tokens import marker_of
 from mlx_serve.text.splitter import Calls, Layout, RegionSplitter
-from mlx_serve.text.symbols import Region, Splitter, Symbols
+from mlx_serve.text.symbols import Region, Splitter, Symbols, is_symbol
 from mlx_serve.text.tokenizer import Tokenizer
-from mlx_serve.values import TAG, Gate
+from mlx_serve.values import TAG, Gate, Marker, ReasoningBudget
 
 # Markers of reasoning that mlx-lm does not know or that are plain text: what opens and closes it, and other markers
 # that the template puts around an answer. The first row whose markers are all in the template applies.
@@ -112,6 +113,44 @@ class Formats:
             return Gate(exits=exits)
         detours = self._ids(self.think[0])[:1]
         return Gate(waiting=in_reasoning, until=self._ids(self.think[1]), detours=detours, exits=exits)
+
+    def reasoning_budget(self, n_tokens: int, *, in_reasoning: bool, may_call: bool) -> ReasoningBudget | None:
+        """What closes the reasoning after ``n_tokens``. None: this model does not think.
+
+        ``may_call``: a call may follow instead of text.
+        """
+        if self._reasoning_markers is None:
+            return None
+        opening, ending = self._reasoning_markers
+        if not self.is_harmony:
+            assert self.think is not None
+            return ReasoningBudget(n_tokens, in_reasoning, opening, ending, self._ids(self.think[1]))
+        # A call is a message of its own, so the next message may be of any kind but reasoning.
+        closing = self._ids(harmony.NEXT_MESSAGE if may_call else harmony.NEXT_IS_FINAL)
+        not_next = self._ids(harmony.ANALYSIS)[:1] if may_call else ()
+        return ReasoningBudget(n_tokens, in_reasoning, opening, ending, closing, reopens=True, not_next=not_next)
+
+    @cached_property
+    def _reasoning_markers(self) -> tuple[Marker, Marker] | None:
+        """What opens the reasoning, and what ends it."""
+        if self.is_harmony:
+            return self._marker(harmony.OPENS_ANALYSIS), self._marker(harmony.END)
+        return None if self.think is None else (self._marker(self.think[0]), self._marker(self.think[1]))
+
+    def _marker(self, text: str) -> Marker:
+        symbols = Symbols(self.controls, self.in_markers)
+        found = symbols.marker(text)
+
+        def spelled(token: int) -> bytes:
+            if token not in self.controls:
+                return self.tokenizer.token_bytes(token)
+            # Control tokens of other markers get characters too, which are not in this one.
+            return symbols.char(token).encode("utf-8", "surrogatepass") if token in self.in_markers else b""
+
+        # A marker of control tokens alone is spelled in one way.
+        is_text = any(not is_symbol(char) for char in found)
+        tokens = {*range(self.tokenizer.n_tokens), *self.controls} if is_text else self.in_markers.keys()
+        return marker_of(found.encode("utf-8", "surrogatepass"), ((token, spelled(token)) for token in sorted(tokens)))
 
     def _ids(self, marker: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(marker, special=False))

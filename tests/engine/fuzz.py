@@ -36,8 +36,22 @@ from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.token_choice import make_choice
-from mlx_serve.values import Failed, Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from mlx_serve.values import (
+    Failed,
+    Job,
+    Marker,
+    Prompt,
+    PromptLogprobs,
+    ReasoningBudget,
+    Sampling,
+    Started,
+    TokenEvent,
+)
 from tests.engine.tinymodel import VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+
+# A token that random models write often opens the reasoning, and another one ends it.
+OPENING, ENDING = Marker(1, ((7, (1,)),)), Marker(2, tuple((token, (token // 32 + 1, 2)) for token in range(64)))
+BUDGETS = [ReasoningBudget(n, n < 5, OPENING, ENDING, (8, 9), n == 2, (7,)) for n in (0, 2, 5, 9)]
 
 MAMBA = {
     "model_type": "mamba",
@@ -280,6 +294,7 @@ class Session:
             min_tokens=[4],
             stop_token_ids=[(3, 5, 8)],
             top_logprobs=[0, 3],
+            reasoning_budget=BUDGETS,
             prompt_logprobs=[0],
             n_draft_tokens=[1, 5],
         )

@@ -55,13 +55,14 @@ ORDER = {
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds size file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill trial pooling grammars constraints logprobs sampling"
+    "engine/generate": "pass_cost prefill_budget prefill trial pooling reasoning grammars constraints logprobs sampling"
     " token_choice scoring embedding sequence loaded batch single",
     "engine/models": "encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
     "settings": "flags file config http models ranks",
-    "text": "symbols tokenizer detokenizer stops guard grammar grammar_task calls splitter formats templates prompt",
+    "text": "symbols tokenizer detokenizer stops marker_tokens guard grammar grammar_task calls splitter"
+    " formats templates prompt",
     "text/calls": "values literals shapes readers json_reader xml_reader harmony forced descriptions registry",
     "text/templates": "call_forms probe_words turn_forms tools_as_text forms probe kept rendering",
     "wire": "framing sockets access request_log server_options channel body sse reply connections admission body_budget"

@@ -15,7 +15,18 @@ from mlx_serve.engine.ranks.protocol import job_data, job_of
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.testing import EOS, FakeBackend
-from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started
+from mlx_serve.values import (
+    ApiError,
+    Gate,
+    Grammar,
+    Inputs,
+    Job,
+    Marker,
+    Prompt,
+    ReasoningBudget,
+    Sampling,
+    Started,
+)
 
 DEADLINE_S = 60
 
@@ -356,6 +367,7 @@ def test_a_job_survives_json():
         seed=2**63,
         grammar=Grammar("start: /\ud800/", 5, compiled=object()),
         gate=Gate(waiting=True, until=(1, 2), exits=(3,)),
+        reasoning_budget=ReasoningBudget(5, True, Marker(1, ((7, (1,)),)), Marker(2, ((8, (1, 2)),)), (8, 9)),
     )
     sent = Job("m", Prompt((1, 2, 3)), sampling, 2, SimpleQueue(), scope="whose")
     received = job_of(json.loads(json.dumps(job_data(sent))))

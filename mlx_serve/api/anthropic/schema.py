@@ -61,10 +61,10 @@ class ToolUseChoice(Model):
 
 
 class Thinking(Model):
-    """``budget_tokens`` is not enforced: the server does not cut off a model's reasoning."""
+    """Whether the model thinks, and for how many tokens at most."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class _JsonSchemaFormat(Model):
@@ -198,6 +198,7 @@ class MessagesRequest(CountRequest):
             must_call=self.must_call,
             tools=self.offered_tools,
             max_calls=self.max_calls,
+            reasoning_tokens=self.thinking.budget_tokens if self.thinking is not None else None,
             stops=self.stop_sequences,
             is_stream=self.stream,
             cache_salt=self.cache_salt,

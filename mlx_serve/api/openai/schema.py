@@ -27,7 +27,15 @@ from mlx_serve.api.fields import (
 )
 from mlx_serve.api.generation_request import ChatConversation, GenerationRequest, PlainTexts
 from mlx_serve.api.openai import tools as tool_fields
-from mlx_serve.api.request_fields import MAX_N, Effort, Request, effort_options
+from mlx_serve.api.request_fields import (
+    MAX_N,
+    Effort,
+    ReasoningOptions,
+    ReasoningTokens,
+    Request,
+    effort_options,
+    reasoning_tokens,
+)
 from mlx_serve.text.grammar import Function
 from mlx_serve.values import ApiError
 
@@ -94,6 +102,15 @@ class ChatMessage(Model):
 _NEW_NAMES = {"developer": "system", "function": "tool"}
 
 
+# rapid-mlx's name of the limit on the reasoning, vLLM's, llama.cpp's two, and that of Qwen's own service.
+_REASONING_MAX_TOKENS = AliasChoices(
+    "reasoning_max_tokens",
+    "thinking_token_budget",
+    "thinking_budget_tokens",
+    "reasoning_budget_tokens",
+    "thinking_budget",
+)
+
 # Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
 # here and are ignored, as unknown ones are: user, metadata, store, service_tier, safety_identifier, prompt_cache_key,
 # prompt_cache_retention, verbosity, prediction, web_search_options, moderation, and parallel_tool_calls without tools.
@@ -111,6 +128,8 @@ class ChatRequest(Request):
     tool_choice: tool_fields.ChatToolChoiceField = tool_fields.AUTO
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions = ReasoningOptions()
+    reasoning_max_tokens: ReasoningTokens | None = Field(None, validation_alias=_REASONING_MAX_TOKENS)
     modalities: Annotated[list[str], FailFast()] = Field(default_factory=lambda: ["text"])
     audio: Any = None
     functions: list[Any] = Field(default_factory=list)
@@ -175,7 +194,13 @@ class ChatRequest(Request):
     @property
     def template_options(self) -> dict[str, Any]:
         """What the request has for the chat template."""
-        return effort_options(self.reasoning_effort) | self.chat_template_kwargs
+        return effort_options(self.reasoning_effort or self.reasoning.effort) | self.chat_template_kwargs
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The most tokens of reasoning; None: no such limit."""
+        own, nested = self.reasoning_max_tokens, self.reasoning.max_tokens
+        return reasoning_tokens(nested if own is None else own, self.chat_template_kwargs)
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -211,6 +236,7 @@ class ChatRequest(Request):
             must_call=self.must_call,
             tools=self.offered_tools,
             max_calls=self.max_calls,
+            reasoning_tokens=self.reasoning_tokens,
             **self.shared(),
         )
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, FailFast, Field, model_validator
 from mlx_serve.api.body import MAX_TOOLS
 from mlx_serve.api.fields import Model, Pairs, Str, TemplateOptions, TopLogprobs, refuse
 from mlx_serve.api.generation_request import ChatConversation, GenerationRequest
-from mlx_serve.api.request_fields import Effort, Request, effort_options
+from mlx_serve.api.request_fields import ReasoningOptions, Request, effort_options, reasoning_tokens
 from mlx_serve.api.responses.items import Items
 from mlx_serve.api.responses.tools import AUTO, AllowedToolsField, OfferedTool, Tool, chosen
 from mlx_serve.api.responses.truncation import truncated
@@ -61,10 +61,9 @@ class TextOptions(Model):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(Model):
+class SummarizedReasoning(ReasoningOptions):
     """A ``summary`` is asked for by clients that show nothing else of the reasoning."""
 
-    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -84,7 +83,7 @@ class ResponseRequest(Request):
     tool_choice: AllowedToolsField = AUTO
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
-    reasoning: ReasoningOptions = ReasoningOptions()
+    reasoning: SummarizedReasoning = SummarizedReasoning()
     top_logprobs: Annotated[TopLogprobs, Field(ge=0)] = 0
     include: Annotated[list[Str], FailFast()] = Field(default_factory=list)
     truncation: Literal["auto", "disabled"] = "disabled"
@@ -143,6 +142,11 @@ class ResponseRequest(Request):
         return effort_options(self.reasoning.effort) | self.chat_template_kwargs
 
     @property
+    def reasoning_tokens(self) -> int | None:
+        """The most tokens of reasoning; None: no such limit."""
+        return reasoning_tokens(self.reasoning.max_tokens, self.chat_template_kwargs)
+
+    @property
     def wants_summary(self) -> bool:
         """Whether the client looks for reasoning in the summary."""
         return (self.reasoning.summary or self.reasoning.generate_summary) is not None
@@ -181,6 +185,7 @@ class ResponseRequest(Request):
             must_call=self.must_call(),
             tools=() if free_input is not None else prompt.tools,
             max_calls=self.max_calls,
+            reasoning_tokens=self.reasoning_tokens,
             # The response at the end of a stream has them all.
             holds_logprobs=True,
             **self.shared(),

@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import (
 
 from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.logprobs import Logprobs, Scored
+from mlx_serve.engine.generate.reasoning import ReasoningWatch
 from mlx_serve.values import Sampling
 
 # Below this, logits divided by the temperature overflow float32; the result is the likeliest token anyway.
@@ -47,7 +48,9 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
 def make_processors(
     sampling: Sampling, constraint: Constraint | None = None, rows: ModelRows | None = None
 ) -> list[LogitsProcessor]:
-    """A job's logits processors, in order: log-probabilities are computed, then the logits are biased, then masked."""
+    """A job's logits processors, in order: log-probabilities are computed, then the logits are biased, then masked,
+    and the reasoning is closed.
+    """
     repetition = sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else 0.0
     processors: list[LogitsProcessor] = make_logits_processors(
         dict(sampling.logit_bias) or None, repetition, sampling.repetition_context_size
@@ -58,6 +61,8 @@ def make_processors(
         processors.append(_Allowed(sampling.allowed_token_ids))
     if constraint is not None:
         processors.append(_Masked(constraint))
+    if sampling.reasoning_budget is not None:
+        processors.append(_Budgeted(ReasoningWatch(sampling.reasoning_budget)))
     if rows is not None:
         processors.insert(0, rows)
     return processors
@@ -118,6 +123,29 @@ class _Allowed:
         out = mx.full(logits.shape, -mx.inf, logits.dtype)
         out[..., self._ids] = logits[..., self._ids]
         return out
+
+
+class _Budgeted:
+    """Closes the reasoning when its budget is spent. Last of the processors: no mask keeps the closing tokens out."""
+
+    def __init__(self, watch: ReasoningWatch) -> None:
+        self._watch = watch
+        self._output = _Output()
+
+    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
+        output = self._output(context)
+        if not self._watch.is_due(output.shape[0]):
+            return logits
+        # This step's computation begins before the last one's token is waited for.
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]
+        following = self._watch.next(output.tolist())  # type: ignore[arg-type]
+        if following.token is not None:
+            ids = mx.arange(logits.shape[-1])
+            return mx.where(ids == following.token, mx.array(0, logits.dtype), mx.array(-mx.inf, logits.dtype))[None]
+        if following.banned:
+            logits = logits[:]
+            logits[..., mx.array(following.banned)] = -mx.inf
+        return logits
 
 
 class ModelRows:

@@ -138,3 +138,5 @@ def _check(job: Job, vocab_size: int) -> None:
     check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
     check_ids(job.sampling.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(job.sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+    budget = job.sampling.reasoning_budget
+    check_ids((*budget.closing, *budget.not_next) if budget is not None else (), vocab_size, "reasoning")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_serve.engine.backend import EngineLost, ModelLoader
 from mlx_serve.engine.catalog import ModelEntry
-from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Prompt, Sampling
+from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Marker, Prompt, ReasoningBudget, Sampling
 
 if TYPE_CHECKING:  # they import MLX
     from mlx_serve.engine.cache.prefixes import PrefixCache
@@ -115,6 +115,9 @@ def job_of(data: dict[str, Any]) -> Job:
     """The job on another rank."""
     sampling = _frozen(data["sampling"])
     sampling["gate"] = Gate(**_frozen(sampling["gate"]))
+    if (budget := sampling["reasoning_budget"]) is not None:
+        markers = {name: Marker(**_frozen(budget[name])) for name in ("opening", "ending")}
+        sampling["reasoning_budget"] = ReasoningBudget(**_frozen(budget | markers))
     if sampling["grammar"] is not None:
         sampling["grammar"] = Grammar(**sampling["grammar"])
     inputs = None if data["inputs"] is None else Inputs(**_frozen(data["inputs"]))

@@ -17,8 +17,14 @@ from mlx_serve.text.calls.readers import NamedCall
 from mlx_serve.text.symbols import Piece, Region, Symbols, is_symbol, joined
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END = "<|end|>"
+ENDS = (END, "<|call|>", "<|return|>")
 FINAL = f"{CHANNEL}final{MESSAGE}"
+# The channel of the reasoning, its header, and what goes from it to another message.
+ANALYSIS = "analysis"
+OPENS_ANALYSIS = f"{CHANNEL}{ANALYSIS}{MESSAGE}"
+NEXT_MESSAGE = f"{END}{START}assistant{CHANNEL}"
+NEXT_IS_FINAL = f"{END}{START}assistant{FINAL}"
 CONTROLS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -97,7 +103,7 @@ class HarmonySplitter:
             self._body, self._given = NamedCall(name.removeprefix("functions.")), ""
             self._enter("call")
         else:
-            self._enter("reasoning" if channel and channel[1] == "analysis" else "content")
+            self._enter("reasoning" if channel and channel[1] == ANALYSIS else "content")
 
     def _enter(self, region: Region) -> None:
         self._region = region
