@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from mlx_serve import blas, logs, serve, signals
+from mlx_serve.commands import COMMANDS, WORDS
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.backend import EngineLost
@@ -36,16 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mlx_serve")
 
-# Each sub-command is a module with ``main(argv) -> exit status``, imported when it is called.
-# Without one, or with "serve", ``mlx-serve`` starts the server.
-COMMANDS: dict[str, str] = {
-    "bench": "mlx_serve.commands.bench.command",
-    "chat": "mlx_serve.commands.chat",
-    "doctor": "mlx_serve.commands.doctor.command",
-    "install-service": "mlx_serve.commands.service.command",
-    "models": "mlx_serve.commands.models",
-}
-NAMES = sorted([*COMMANDS, "help", "serve", "version"])
 # File descriptors besides connections: models, libraries, the log.
 _OTHER_DESCRIPTORS = 256
 
@@ -110,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _no_command(argv: Sequence[str]) -> str:
     """The error for a first word that is no command, and does not look like a model (a path, a repository); or ""."""
     word = argv[0] if argv else "-"
-    if not word or word in NAMES or word[0] == "-" or "/" in word or "=" in word:
+    if not word or word in WORDS or word[0] == "-" or "/" in word or "=" in word:
         return ""
     return f"no command {word!r}" + (
-        did_you_mean(word, NAMES) or f": there are {', '.join(NAMES)}; `mlx-serve serve {word}` serves a model"
+        did_you_mean(word, WORDS) or f": there are {', '.join(WORDS)}; `mlx-serve serve {word}` serves a model"
     )
 
 

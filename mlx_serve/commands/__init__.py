@@ -1,1 +1,17 @@
-"""The sub-commands: each has a module with ``main(argv) -> exit status``. None imports MLX into its own process."""
+"""The sub-commands. None imports MLX into its own process.
+
+Each is a module with ``main(argv) -> exit status`` and ``parser()``, imported when it is called.
+"""
+
+COMMANDS: dict[str, str] = {
+    "bench": "mlx_serve.commands.bench.command",
+    "chat": "mlx_serve.commands.chat",
+    "completion": "mlx_serve.commands.completion",
+    "doctor": "mlx_serve.commands.doctor.command",
+    "install-service": "mlx_serve.commands.service.command",
+    "models": "mlx_serve.commands.models",
+}
+# With "serve", or with none of these, ``mlx-serve`` starts the server.
+WORDS = sorted([*COMMANDS, "help", "serve", "version"])
+# These also take the server's flags.
+WITH_SERVER_FLAGS = frozenset({"doctor", "models", "serve"})

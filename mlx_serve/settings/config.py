@@ -240,8 +240,8 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
         usage=f"{prog} [serve] [MODEL ...] [FLAGS]\n       {prog} COMMAND [FLAGS]",
         description="Serve MLX language models over the OpenAI HTTP API. Without a model it offers the models in the "
         "Hugging Face cache; --demo serves a small model that needs no hub.",
-        # cli.COMMANDS, which this module can't import.
-        epilog="Commands, each with a --help of its own: bench, chat, doctor, install-service, models.",
+        # commands.COMMANDS, which this module can't import.
+        epilog="Commands, each with a --help of its own: bench, chat, completion, doctor, install-service, models.",
     )
     top.add_argument("--version", action="version", version=f"mlx-serve {__version__}")
     top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; the command line wins over it")

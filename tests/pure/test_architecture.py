@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_serve.cli import COMMANDS
+from mlx_serve.commands import COMMANDS
 
 PACKAGE = Path(__file__).parents[2] / "mlx_serve"
 SHARED = {"values", "metrics", "paths"}
@@ -47,7 +47,7 @@ ORDER = {
     " endpoints",
     "api/status": "prometheus stats page health",
     "client": "events place errors answer connection",
-    "commands": "terminal model_list models chat bench doctor service",
+    "commands": "terminal model_list models chat bench doctor service completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
     "commands/doctor": "finding checks command",
     "commands/service": "files command",

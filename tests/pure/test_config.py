@@ -7,7 +7,7 @@ from importlib.metadata import distribution
 import pytest
 
 from mlx_serve import serve
-from mlx_serve.cli import COMMANDS
+from mlx_serve.commands import COMMANDS
 from mlx_serve.settings import config
 from mlx_serve.settings.config import from_args
 from mlx_serve.settings.flags import size, size_text

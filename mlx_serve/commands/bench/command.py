@@ -40,6 +40,8 @@ _OFFLINE_BATCH = 32
 # File descriptors for everything but connections.
 _OTHER_DESCRIPTORS = 64
 
+parser = flags.parser
+
 
 class BenchError(Exception):
     """Nothing can be measured. The text is one line for the user."""
