@@ -65,10 +65,13 @@ class Backend(Protocol):
         """The most bytes that the KV caches of ``jobs`` can take when they run together. Any thread."""
 
     def insert(self, job: Job) -> None:
-        """Add a job; its prefill may begin later. An ApiError fails that job alone."""
+        """Add a job; its prefill may begin later. An ApiError fails that job alone.
+
+        The prefix that only this job continues is no longer counted in ``cache_bytes``, but as a part of the job.
+        """
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Remove jobs, whatever their stage."""
+        """Remove jobs, whatever their stage. What they have computed is kept as prefixes."""
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """Run one step of all jobs, with about ``gap_s`` seconds of prefill.

@@ -36,6 +36,7 @@ def batch_of(model, options=None, **kwargs):
 
 
 def single_of(model, options=None, **kwargs):
+    kwargs.pop("trimmable", None)
     return SingleBackend(loaded(model, **kwargs), options or SingleOptions())
 
 
@@ -315,6 +316,47 @@ def test_a_job_is_cancelled_before_in_and_after_its_prefill(model, n_steps):
     assert seen.cached[second] == {0: 0, 1: 32, 20: len(SYSTEM) - 1}[n_steps]
 
 
+@pytest.mark.parametrize("make", [batch_of, single_of])
+@pytest.mark.parametrize("of", [tiny_llama, tiny_gemma, tiny_lfm2])
+def test_who_asks_again_after_a_time_out_gets_further_each_time(make, of):
+    model = of()
+    seen = Seen(make(model, trimmable=of is tiny_llama))
+    for n_done in (0, 40, 80):
+        tried = job(SYSTEM)
+        seen.backend.insert(tried)
+        seen.step(StepPlan(40))
+        assert seen.cached[tried] == n_done
+        seen.backend.remove([tried])
+    assert seen.run(job(SYSTEM)) == [fresh(make, model, SYSTEM)]
+
+
+def test_a_draft_model_s_prompt_that_was_cancelled_is_kept_too(model):
+    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
+    first, second = job(SYSTEM), job(SYSTEM)
+    seen.backend.insert(first)
+    seen.step(StepPlan(40))
+    seen.backend.remove([first])
+    assert seen.run(second) == [fresh(single_of, model, SYSTEM)]
+    assert seen.cached[second] == 40
+    # Caches that differ in length are not kept.
+    third = job([*SYSTEM, 9], 50)
+    seen.backend.insert(third)
+    while third not in seen.tokens:
+        seen.step()
+    seen.backend.remove([third])
+    assert len(seen.backend._loaded.prefix_cache) == 1
+
+
+def test_a_prompt_that_fails_on_the_way_leaves_no_cache(model, monkeypatch):
+    seen = Seen(single_of(model))
+    seen.backend.insert(job(SYSTEM))
+    seen.step(StepPlan(40))
+    monkeypatch.setattr("mlx_serve.engine.generate.single.prefill", lambda *_: 1 / 0)
+    seen.step(StepPlan(40))
+    assert seen.backend._running is None
+    assert seen.backend.n_cached == 0
+
+
 def test_what_a_cancelled_job_computed_is_held_by_nobody_who_waits_for_it(model):
     seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16), max_sequences=0))
     first, second = job([*SYSTEM, 1]), job([*SYSTEM, 2])
@@ -523,6 +565,87 @@ def test_what_is_pinned_stays_unless_it_is_asked_for(layer):
     assert cache.covers(ids(A, [9])) == 0
 
 
+def test_what_is_claimed_is_not_counted_and_goes_to_its_owner(layer):
+    cache = PrefixCache(10, None)
+    kept = layer()
+    cache.store(ids(A), kept)
+    cache.claim("owner", ids(A, B))
+    assert (len(cache), cache.n_bytes) == (0, 0)
+    cache.shrink(0)
+    # Others can still copy it, but have no claim of their own.
+    cache.claim("other", ids(A, C))
+    assert cache.covers(ids(A, C)) == 20
+    copied, _ = cache.fetch(ids(A, C), "", "other")
+    assert copied is not kept
+    assert cache.fetch(ids(A, B), "", "owner") == (kept, 20)
+    assert cache.covers(ids(A, C)) == 0
+    assert not cache._pins | cache._claims
+
+
+def test_a_claim_that_is_given_up_is_kept_again(layer):
+    cache = PrefixCache(1, 15)
+    cache.store(ids(A), layer())
+    cache.claim("owner", ids(A, B))
+    cache.store(ids(C), layer())
+    cache.unpin("owner")
+    assert (len(cache), cache.n_bytes, cache.covers(ids(A, B)), cache.covers(ids(C, B))) == (1, 10, 20, 0)
+    cache.claim("owner", ids(A, B))
+    cache.unpin_all()
+    assert len(cache) == 1
+    cache.claim("owner", ids(A, B))
+    cache.clear()
+    assert cache.covers(ids(A, B)) == 0
+
+
+def test_what_cannot_be_cut_back_is_copied(layer):
+    cache = PrefixCache(10, None)
+    kept = layer(trims=False)
+    cache.store(ids(A), kept)
+    cache.claim("owner", ids(A, B))
+    assert cache.n_bytes == 10
+    cache.shrink(0, pinned=False)
+    found, n = cache.fetch(ids(A, B), "", "owner")
+    assert (n, len(cache)) == (20, 1)
+    assert found is not kept
+
+
+ANSWER = [*range(100, 140)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "later", "is_taken"),
+    [
+        (A * 20, ANSWER, [*A * 20, *ANSWER, 9], True),
+        (A * 20, ANSWER, [*A * 20, 9], True),
+        # Another question to the same text: what is behind the text would be lost.
+        ([*A * 20, *B * 5], ANSWER, [*A * 20, 9, 9], False),
+        ([*A * 20, *B * 4], ANSWER[:5], [*A * 20, *B * 3, 9], True),
+        # The opening of the answer is another one.
+        ([*A * 20, 258], [*C * 30, *ANSWER], [*A * 20, *ANSWER, 9], True),
+        (A * 20, [*C * 30, *ANSWER], [*A * 20, *ANSWER[5:20], 9], False),
+        (A * 20, [*C * 30, *ANSWER], [*A * 20, *ANSWER, 9, 9, 9], True),
+        # Not the same answer.
+        (A * 20, [*C * 30, *ANSWER], [*A * 20, *D * 5], False),
+        (A * 20, [*C * 30, *ANSWER], [*A * 20, 9], False),
+    ],
+)
+def test_of_an_earlier_turn_only_what_a_later_one_has_is_worth_memory(layer, prompt, answer, later, is_taken):
+    def one():
+        cache = PrefixCache(10, None)
+        cache.store(ids(prompt, answer), layer(), n_prompt=len(prompt))
+        return cache
+
+    claiming, storing = one(), one()
+    claiming.claim("owner", ids(later))
+    assert claiming.n_bytes == (0 if is_taken else 10)
+    n = common(ids(prompt, answer), ids(later))
+    found, n_found = claiming.fetch(ids(later), "", "owner")
+    assert (n_found, found[0].n_trimmed) == (n, len(prompt) + len(answer) - n)
+    assert len(claiming) == (not is_taken)
+    storing.store(ids(later), layer())
+    assert len(storing) == (1 if is_taken else 2)
+
+
 def test_another_rank_evicts_the_same_by_number(layer):
     caches = [PrefixCache(10, None) for _ in range(2)]
     for cache in caches:
@@ -614,7 +737,7 @@ def test_a_cache_that_has_changed_its_length_is_not_lent():
     cache.store(ids(A), counted(A))
     cache.store(ids(A, B), counted([*A, *B]))
     cache.store(ids(C), counted(C))
-    cache._entries[0].cache[0].offset -= 1
+    next(iter(cache._entries)).cache[0].offset -= 1
     assert cache.fetch(ids(A, B, [9])) == (None, 0)
     assert [n for _, n in (cache.fetch(ids(A, B, [9])), cache.fetch(ids(C, [9])))] == [0, 20]
 
@@ -724,21 +847,45 @@ def test_an_agent_s_turn_evicts_the_prefix_of_another_not_its_own(model):
     assert turn(scheduler, [*one, *answer[:-1], 9, 9])[1] >= len(one)
 
 
+def test_an_agent_alone_finds_its_conversation_though_memory_holds_it_only_once(model):
+    # Room for one turn and a little more: 512 tokens and 256.
+    scheduler, backend = scheduler_of(model, 768)
+    prompt, cached = [*SYSTEM * 3], []
+    for _ in range(4):
+        answer, n_cached = turn(scheduler, prompt)
+        cached.append(len(prompt) - n_cached)
+        prompt = [*prompt, *answer[:-1], 11, 12, 13]
+    assert cached[0] == 360
+    assert cached[1:] == [3] * 3
+    assert backend.n_evicted == 0
+
+
+def test_thoughts_that_are_not_sent_back_leave_no_second_copy(model):
+    scheduler, backend = scheduler_of(model, 10_000)
+    prompt, n_kept = [*SYSTEM * 2], []
+    for _ in range(4):
+        answer, _ = turn(scheduler, prompt, 40)
+        n_kept.append(backend.n_cached)
+        prompt = [*prompt, *answer[30:-1], 11, 12, 13]
+    assert n_kept == [1] * 4
+
+
 @pytest.mark.parametrize("n_steps", [0, 1])
-def test_an_admitted_job_s_prefix_stays_pinned_until_it_begins(model, n_steps):
+def test_the_prefix_that_an_admitted_job_continues_is_part_of_the_job(model, n_steps):
     seen = Seen(batch_of(model))
-    seen.run(job(SYSTEM))
-    first, gone = job([*SYSTEM, 9]), job([*SYSTEM, 10])
+    (answer,) = seen.run(job(SYSTEM))
+    first, second = job([*SYSTEM, *answer, 9]), job([*SYSTEM, 10])
     seen.backend.insert(first)
-    seen.backend.insert(gone)
-    seen.backend.remove([gone])
-    seen.backend.pin([])
+    seen.backend.insert(second)
+    seen.backend.remove([second])
     for _ in range(n_steps):
         seen.step(StepPlan(1, decodes=False))
-    seen.backend.shrink_cache(0, pinned=False)
-    assert seen.backend.n_cached == (not n_steps)
+    seen.backend.shrink_cache(0)
+    assert (seen.backend.n_cached, seen.backend.cache_bytes) == (0, 0)
     seen.backend.remove([first])
-    assert not seen.backend._loaded.prefix_cache._pins
+    assert seen.backend.n_cached == 1
+    seen.run(second)
+    assert seen.cached[second] == len(SYSTEM)
 
 
 def test_where_another_scope_s_prompts_part_no_copy_is_kept():

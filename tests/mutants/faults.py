@@ -37,14 +37,26 @@ def faulty(fault: Fault, root: Path) -> tuple[str, str]:
 FAULTS = (
     Fault(
         "a cancelled decoding job's cache is kept under one token less",
-        "self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)",
-        "self._loaded.prefix_cache.store(as_ids(tokens[:-1]), cache, gone[uid].scope)",
+        "self._store(gone[uid], tokens, cache)",
+        "self._store(gone[uid], tokens[:-1], cache)",
         (PREFIXES,),
     ),
     Fault(
         "an ended job's cache is kept under one token less",
-        "self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache, sequence.scope)",
-        "self._loaded.prefix_cache.store(as_ids(response.all_tokens)[:-1], response.prompt_cache, sequence.scope)",
+        "self._store(sequence, response.all_tokens, response.prompt_cache)",
+        "self._store(sequence, response.all_tokens[:-1], response.prompt_cache)",
+        (PREFIXES,),
+    ),
+    Fault(
+        "a claimed prefix is counted beside its job",
+        "            self._drop(entry)\n            self._claims[owner] = entry",
+        "            self._claims[owner] = entry",
+        (PREFIXES,),
+    ),
+    Fault(
+        "a prefix is taken over from a conversation that goes on elsewhere",
+        "if n_common < self.n_prompt - _OPENING:",
+        "if False:",
         (PREFIXES,),
     ),
     Fault(
@@ -72,9 +84,9 @@ FAULTS = (
         (SAMPLING,),
     ),
     Fault(
-        "penalties forget a reused prefix, one by one",
+        "penalties forget the prompt, one by one",
         "seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)",
-        "seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[running.n_cached : -1], mx.int32)",
+        "seen = mx.array(running.tokens[-1:]), mx.array([], mx.int32)",
         (PREFIXES,),
     ),
     Fault(
@@ -104,8 +116,8 @@ FAULTS = (
     ),
     Fault(
         "prefixes do not yield at admission",
-        "self._shrink_caches(limit - wanted)\n                return True",
-        "return True",
+        'self._room.make_room()\n        return "in"',
+        'return "in"',
         (SCHEDULER,),
     ),
     Fault(

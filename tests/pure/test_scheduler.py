@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 
+from mlx_serve.engine.backend import is_last
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.scheduler import Health, Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
@@ -648,13 +649,14 @@ def test_what_is_copied_on_the_way_is_counted():
 
 
 class Keeping(FakeBackend):
-    """Keeps 10 bytes for each job that it has seen."""
+    """Keeps 10 bytes of each job that has ended."""
 
     cache_bytes = 0
 
-    def insert(self, a_job):
-        super().insert(a_job)
-        self.cache_bytes += 10
+    def step(self, gap_s):
+        events = super().step(gap_s)
+        self.cache_bytes += 10 * sum(is_last(event) for _, event in events)
+        return events
 
     def shrink_cache(self, max_bytes, *, pinned=True):
         self.cache_bytes = min(self.cache_bytes, max_bytes)
@@ -669,8 +671,7 @@ def test_kept_prefixes_yield_to_jobs_and_are_bounded():
         scheduler.submit([one])
         run(scheduler)
         assert backend.cache_bytes <= 30
-    # Beside a running job that may come to 10 bytes.
-    assert backend.cache_bytes == 20
+    assert backend.cache_bytes == 30
     large = job("a", max_tokens=24)
     scheduler.submit([large])
     scheduler.step()
@@ -679,18 +680,19 @@ def test_kept_prefixes_yield_to_jobs_and_are_bounded():
 
 
 class Noting(Keeping):
-    """Notes what is kept while a job comes in."""
+    """Notes what is kept while a job begins."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.kept_at_insert = []
+        self.kept_at_begin = []
 
-    def insert(self, a_job):
-        self.kept_at_insert.append(self.cache_bytes)
-        super().insert(a_job)
+    def step(self, gap_s):
+        if self._fresh:
+            self.kept_at_begin.append(self.cache_bytes)
+        return super().step(gap_s)
 
 
-def test_kept_prefixes_have_yielded_when_a_job_comes_in():
+def test_kept_prefixes_have_yielded_when_a_job_begins():
     scheduler, opened = make(kv_limit=30, backend=Noting)
     scheduler.load("m")
     backend = opened[0][1]
@@ -700,7 +702,7 @@ def test_kept_prefixes_have_yielded_when_a_job_comes_in():
         scheduler.submit([one])
         run(scheduler)
     # Beside 10 and 25 bytes that the jobs can come to; the first one leaves 10 more.
-    assert backend.kept_at_insert == [20, 5]
+    assert backend.kept_at_begin == [20, 5]
 
 
 def test_kept_prefixes_that_leave_room_stay():
@@ -709,7 +711,7 @@ def test_kept_prefixes_that_leave_room_stay():
     opened[0][1].cache_bytes = 20
     scheduler.submit([job("a", max_tokens=9)])
     scheduler.step()
-    assert opened[0][1].kept_at_insert == [20]
+    assert opened[0][1].kept_at_begin == [20]
 
 
 def test_the_prefixes_of_the_model_used_longest_ago_go_first():
@@ -718,7 +720,7 @@ def test_the_prefixes_of_the_model_used_longest_ago_go_first():
         scheduler.submit([job("a", model=name, max_tokens=1)])
         run(scheduler)
     kept = dict(opened)
-    kept["m1"].cache_bytes, kept["m2"].cache_bytes = 10, 15
+    kept["m1"].cache_bytes, kept["m2"].cache_bytes = 20, 15
     # With room for 20 bytes beside it.
     scheduler.submit([job("a", model="m1", max_tokens=9)])
     scheduler.step()
@@ -748,7 +750,7 @@ def test_the_jobs_in_line_pin_their_prefixes_before_any_is_evicted():
     scheduler.submit([job(text, model=model, max_tokens=9) for text, model in (("a", "m2"), ("b", "m1"), ("c", "m2"))])
     scheduler.step()
     # The pinned prefixes of m1 stay until the others of m2 are gone too.
-    assert evicted[:3] == [([b"b"], False), ([b"a", b"c"], False), ([b"b"], True)]
+    assert evicted[:3] == [([b"b"], False), ([b"c"], False), ([b"b"], True)]
 
 
 def test_prefixes_go_after_a_failed_step():
@@ -764,7 +766,7 @@ def test_prefixes_go_after_a_failed_step():
     scheduler.submit([job("a", model="m1", max_tokens=1)])
     with pytest.raises(RuntimeError):
         run(scheduler)
-    assert failed.cache_bytes == 20
+    assert failed.cache_bytes == 10
     scheduler.recover(ApiError(500, "failed"))
     assert (failed.cache_bytes, other.cache_bytes) == (0, 10)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from mlx_serve.engine.cache.disk import DiskTier, FoundFile
@@ -25,17 +26,44 @@ Ids: TypeAlias = NDArray[np.int64]
 
 # Prefilling fewer tokens than this takes no longer than copying them.
 MIN_TOKENS = 16
+# A tail of so few tokens is no reason to keep a second copy of what comes before it.
+_SHORT_TAIL = 64
+# Such an opening of an answer ("<think>") is part of its prompt, and the next turn has another one in its place.
+_OPENING = 4
+# So many tokens from an answer's end show that a later prompt has the answer, without the thoughts before it.
+_ANSWER_END = 8
 # A file is read only if it covers so many more tokens than memory does.
 _MIN_FROM_DISK = 128
 
 
 @dataclass(slots=True, eq=False)
 class _KeptPrefix:
+    """A cache of exactly ``ids``. The first ``n_prompt`` of them came from a client, the rest is an answer."""
+
     ids: Ids
     scope: str
     cache: list[Any]
-    n_bytes: int
+    n_prompt: int
     number: int
+    trims: bool = field(init=False)
+    n_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trims = can_trim(self.cache)
+        self.n_bytes = sum(layer.nbytes for layer in self.cache)
+
+    def is_replaced_by(self, ids: Ids, n_common: int) -> bool:
+        """Whether a longer sequence that has ``n_common`` tokens in common leaves nothing worth keeping of this one.
+
+        The rest of this one is short, or it is an answer that costs little to prefill again, or its thoughts are dead:
+        the other sequence has the end of the same answer, and no client sends thoughts back.
+        """
+        n_rest = len(self.ids) - n_common
+        if n_rest <= min(_SHORT_TAIL, n_common // 8):
+            return True
+        if n_common < self.n_prompt - _OPENING:
+            return False
+        return n_rest <= n_common // 4 or _occurs(self.ids[-_ANSWER_END - 1 : -1], ids[n_common : n_common + n_rest])
 
 
 def as_ids(tokens: Sequence[int]) -> Ids:
@@ -50,11 +78,16 @@ def common(a: Ids, b: Ids) -> int:
     return int(differ.argmax()) if differ.any() else n
 
 
+def _occurs(part: Ids, ids: Ids) -> bool:
+    return len(ids) >= len(part) and bool((sliding_window_view(ids, len(part)) == part).all(axis=1).any())
+
+
 class PrefixCache:
     """At most ``max_sequences`` caches and ``max_bytes`` bytes. The least recently used cache is evicted first.
 
     What an owner has pinned is evicted last. The limit of ``max_sequences`` ignores pins: one rank alone knows the jobs
-    in line, and all ranks must evict alike.
+    in line, and all ranks must evict alike. What an owner has claimed is part of that job's memory: it is not evicted,
+    and neither counted in ``n_bytes`` nor in the number of caches.
 
     ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is stored and
     reused only if its length equals its number of tokens: any other length would silently give wrong tokens. A prompt
@@ -69,9 +102,11 @@ class PrefixCache:
         self._trimmable = trimmable
         self._tier = tier
         # The least recently used first.
-        self._entries: list[_KeptPrefix] = []
+        self._entries: dict[_KeptPrefix, None] = {}
         # What each owner will use, in the order of pinning.
         self._pins: dict[Hashable, _KeptPrefix] = {}
+        # What each owner will take over. Others may still copy it.
+        self._claims: dict[Hashable, _KeptPrefix] = {}
         self._n_added = 0
         self.n_bytes = 0
         self.n_evicted = 0
@@ -93,30 +128,41 @@ class PrefixCache:
         n_on_disk = self._tier.covers(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return n_on_disk if _is_worth_reading(n_on_disk, n) else n
 
-    def fetch(self, ids: Ids, scope: str = "") -> tuple[list[Any] | None, int]:
-        """A copy of the best cache for a prompt, and how many of its tokens it covers."""
+    def fetch(self, ids: Ids, scope: str = "", owner: Hashable = None) -> tuple[list[Any] | None, int]:
+        """The best cache for a prompt, and how many of its tokens it covers. It ends the owner's pin and claim.
+
+        An owner gets the cache itself if it can claim it, else a copy; without an owner it is a copy.
+        """
         entry, n = self._best(ids, scope)
         if (found := self._on_disk(ids, scope, n)) is not None:
             self._read(ids, scope, found)
             entry, n = self._best(ids, scope)
+        is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids, n)
+        if entry is not None and is_own:
+            self._drop(entry)
+        self.unpin(owner)
         if entry is None:
             return None, 0
-        self._touch(entry)
-        # The copy shares its arrays with the original until one of them writes.
-        cache = copy.deepcopy(entry.cache)
-        cut_back(cache, len(entry.ids) - n)
-        if not is_whole(cache, n):
+        cache = entry.cache
+        if not is_own:
+            self._touch(entry)
+            # The copy shares its arrays with the original until one of them writes.
+            cache = copy.deepcopy(cache)
+        if not is_own or n < len(entry.ids):
+            cut_back(cache, len(entry.ids) - n)
+        if is_whole(cache, n):
+            return cache, n
+        if not is_own:
             self._drop(entry)
-            return self.fetch(ids, scope)
-        return cache, n
+        return self.fetch(ids, scope)
 
-    def store(self, ids: Ids, cache: list[Any], scope: str = "") -> None:
-        """Keep ``cache``, which holds exactly these tokens."""
+    def store(self, ids: Ids, cache: list[Any], scope: str = "", *, n_prompt: int | None = None) -> None:
+        """Keep ``cache``, which holds exactly these tokens: those of a prompt (by default all), then of its answer."""
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
         # Without evaluation the cache would be a view that keeps the memory of the whole batch.
         mx.eval([layer.state for layer in cache])
-        if is_whole(cache, len(ids)) and self._add(ids, scope, cache) and self._tier is not None:
+        if is_whole(cache, len(ids)) and self._add(ids, scope, cache, n_prompt) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 
     def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
@@ -126,9 +172,28 @@ class PrefixCache:
         if entry is not None:
             self._pins[owner] = entry
 
+    def claim(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
+        """Pin the cache that ``fetch`` would use for an admitted job, as a part of that job's memory if it can be.
+
+        It can if no other job has claimed it, and if the job leaves nothing of it that is worth a copy. A cache that
+        can't be trimmed is always copied: behind the job's own tokens it would no longer serve other prompts.
+        """
+        self.pin(owner, ids, scope)
+        entry, n = self._best(ids, scope)
+        if entry is not None and self._may_claim(owner, entry, ids, n):
+            self._drop(entry)
+            self._claims[owner] = entry
+
     def unpin(self, owner: Hashable) -> None:
-        """Give up the owner's pin, if it has one."""
+        """Give up the owner's pin or claim, if it has one."""
         self._pins.pop(owner, None)
+        if (entry := self._claims.pop(owner, None)) is not None:
+            self._keep(entry)
+
+    def unpin_all(self) -> None:
+        """Give up all pins and claims: their owners are gone."""
+        for owner in [*self._pins, *self._claims]:
+            self.unpin(owner)
 
     def shrink(self, max_bytes: int, *, pinned: bool = True) -> list[int]:
         """Evict caches until the rest takes at most ``max_bytes``. Returns their numbers, for ``evict``.
@@ -138,7 +203,7 @@ class PrefixCache:
         held = dict.fromkeys(self._pins.values())
         order = [entry for entry in self._entries if entry not in held]
         if pinned:
-            order += reversed(held)
+            order += [entry for entry in reversed(held) if entry in self._entries]
         evicted = []
         for entry in order:
             if self.n_bytes <= max_bytes:
@@ -153,63 +218,74 @@ class PrefixCache:
             self._evict(entry)
 
     def clear(self) -> None:
-        """Evict all caches."""
+        """Evict all caches, those that are claimed too."""
+        self.unpin_all()
         self.keep(0)
 
     def keep(self, n_sequences: int) -> None:
         """Evict the least recently used caches until at most ``n_sequences`` are left."""
         while len(self._entries) > n_sequences:
-            self._evict(self._entries[0])
+            self._evict(next(iter(self._entries)))
 
     def _best(self, ids: Ids, scope: str) -> tuple[_KeptPrefix | None, int]:
         most = len(ids) - 1
         best, best_n = None, MIN_TOKENS - 1
         for entry in reversed(self._of(scope)):
             n = min(common(entry.ids, ids), most)
-            if n > best_n and (n == len(entry.ids) or can_trim(entry.cache)):
+            if n > best_n and (n == len(entry.ids) or entry.trims):
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
     def _of(self, scope: str) -> list[_KeptPrefix]:
-        return [entry for entry in self._entries if entry.scope == scope]
+        return [entry for entry in (*self._claims.values(), *self._entries) if entry.scope == scope]
 
-    def _add(self, ids: Ids, scope: str, cache: list[Any]) -> bool:
+    def _may_claim(self, owner: Hashable, entry: _KeptPrefix, ids: Ids, n_common: int) -> bool:
+        others = (claimed for other, claimed in self._claims.items() if other != owner)
+        return entry.trims and entry not in others and entry.is_replaced_by(ids, n_common)
+
+    def _add(self, ids: Ids, scope: str, cache: list[Any], n_prompt: int | None = None) -> bool:
         """Add a cache. False when another entry already covers it."""
-        trims = can_trim(cache)
-        covered = []
-        for entry in self._of(scope):
-            n = common(entry.ids, ids)
-            if n == len(ids) and (n == len(entry.ids) or can_trim(entry.cache)):
-                self._touch(entry)
+        entry = _KeptPrefix(ids, scope, cache, len(ids) if n_prompt is None else n_prompt, self._n_added)
+        replaced = []
+        for other in self._of(scope):
+            n = common(other.ids, ids)
+            if n == len(ids) and (n == len(other.ids) or other.trims):
+                self._touch(other)
                 return False
-            # A trimmable cache replaces the caches of its own prefixes.
-            if trims and n == len(entry.ids):
-                covered.append(entry)
-        entry = _KeptPrefix(ids, scope, cache, sum(layer.nbytes for layer in cache), self._n_added)
+            # What a job has claimed takes no memory of its own.
+            is_kept = entry.trims and other in self._entries
+            if is_kept and (n == len(other.ids) or (other.trims and other.is_replaced_by(ids, n))):
+                replaced.append(other)
         self._n_added += 1
-        for former in covered:
+        for former in replaced:
             self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is former})
             self._drop(former)
-        self._entries.append(entry)
+        self._keep(entry)
+        return True
+
+    def _keep(self, entry: _KeptPrefix) -> None:
+        self._entries[entry] = None
         self.n_bytes += entry.n_bytes
         self.version += 1
         self.keep(self._max_sequences)
         if self._max_bytes is not None:
             self.shrink(self._max_bytes)
-        return True
 
     def _touch(self, entry: _KeptPrefix) -> None:
-        self._entries.remove(entry)
-        self._entries.append(entry)
+        if entry in self._entries:
+            self._entries[entry] = self._entries.pop(entry)
 
     def _evict(self, entry: _KeptPrefix) -> None:
         self._drop(entry)
         self.n_evicted += 1
 
     def _drop(self, entry: _KeptPrefix) -> None:
-        self._entries.remove(entry)
-        self._pins = {owner: pinned for owner, pinned in self._pins.items() if pinned is not entry}
-        self.n_bytes -= entry.n_bytes
+        if entry in self._entries:
+            del self._entries[entry]
+            self.n_bytes -= entry.n_bytes
+        for owners in (self._pins, self._claims):
+            for owner in [owner for owner, held in owners.items() if held is entry]:
+                del owners[owner]
         self.version += 1
 
     def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> FoundFile | None:

@@ -102,26 +102,26 @@ class BatchBackend(LoadedBackend):
             self._scoring.append(Scoring(choice, self._loaded.model))
         else:
             sequence = RunningSequence(choice, self.ids_of(job))
-            self._loaded.prefix_cache.pin(job, sequence.ids, sequence.scope)
+            self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
             self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Take jobs out of the batch. Their computed prefixes are kept if other jobs could use them."""
+        """Take jobs out of the batch. What they have computed is kept: their clients may ask again."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         for waiting in (self._prompts, self._prefilled):
             for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
                 waiting.remove(sequence)
                 self._loaded.prefix_cache.unpin(sequence.choice.job)
-                if sequence.cache is not None and self._loaded.trimmable:
+                if sequence.cache is not None:
                     self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache, sequence.scope)
                 # Waiting prompts keep a reference to this sequence until they start.
                 sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
-        kept = self._generator.remove(uids, return_prompt_caches=self._loaded.trimmable)
+        kept = self._generator.remove(uids, return_prompt_caches=True)
         gone = {uid: self._decoding.pop(uid) for uid in uids}
         for uid, (cache, tokens) in kept.items():
-            self._loaded.prefix_cache.store(as_ids(tokens), cache, gone[uid].scope)
+            self._store(gone[uid], tokens, cache)
 
     def plan_step(self, gap_s: float) -> StepPlan:
         plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
@@ -241,7 +241,7 @@ class BatchBackend(LoadedBackend):
         """Give a prompt its cache, with the prefix that it can reuse."""
         cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
         if cache is None:
-            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids, prompt.scope)
+            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids, prompt.scope, prompt.choice.job)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
@@ -360,10 +360,14 @@ class BatchBackend(LoadedBackend):
         event = choice.event(response.token, response.finish_reason)
         if response.finish_reason is not None:
             del self._decoding[response.uid]
-            self._loaded.prefix_cache.store(as_ids(response.all_tokens), response.prompt_cache, sequence.scope)
+            self._store(sequence, response.all_tokens, response.prompt_cache)
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
+
+    def _store(self, sequence: RunningSequence, tokens: Sequence[int], cache: list[Any]) -> None:
+        """Keep the cache of a prompt and its answer so far."""
+        self._loaded.prefix_cache.store(as_ids(tokens), cache, sequence.scope, n_prompt=len(sequence.ids))
 
 
 def _soonest(prompts: Iterable[RunningSequence]) -> RunningSequence:

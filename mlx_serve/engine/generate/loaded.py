@@ -27,6 +27,8 @@ class LoadedBackend(Backend):
         self._loaded = loaded
         # The jobs in line that have pinned prefixes, with their prompts as arrays.
         self._in_line: dict[Job, Ids] = {}
+        # Those of a former backend, which failed.
+        loaded.prefix_cache.unpin_all()
 
     @property
     def alone(self) -> str:

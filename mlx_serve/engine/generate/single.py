@@ -17,7 +17,7 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
-from mlx_serve.engine.cache.prefixes import as_ids
+from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.cache.size import quantized
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
@@ -88,18 +88,21 @@ class SingleBackend(LoadedBackend):
             return
         choice = make_choice(job, self._loaded)
         scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
-        cache, n_cached = self._cache(job) if scoring is None else (scoring.cache, 0)
-        self._running = _Running(choice, cache, list(job.prompt.tokens), n_cached, n_cached, scoring)
+        self._running = _Running(choice, list(job.prompt.tokens), self.ids_of(job), scoring)
+        if scoring is None:
+            pin = self._loaded.prefix_cache.claim if self._keeps_answers else self._loaded.prefix_cache.pin
+            pin(job, self._running.ids, job.scope)
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Drop the job if it is the running one."""
+        """Drop the job if it is the running one. What it has computed is kept: its client may ask again."""
         if self._embedding is not None and self._embedding.job in jobs:
             self._embedding = None
         running = self._running
         if running is not None and running.choice.job in jobs:
-            if running.generation is not None:
-                running.generation.close()  # type: ignore[attr-defined]
-            self._running = None
+            self._end(running)
+            if running.cache and (running.generation is None or self._keeps_answers):
+                ids = as_ids(running.tokens[: running.n_done])
+                self._loaded.prefix_cache.store(ids, running.cache, running.choice.job.scope, n_prompt=len(running.ids))
 
     def plan_step(self, gap_s: float) -> StepPlan:
         return StepPlan(self._budget.tokens(gap_s))
@@ -113,14 +116,16 @@ class SingleBackend(LoadedBackend):
         events: list[tuple[Job, Event]] = []
         if not running.is_announced:
             running.is_announced = True
+            if running.scoring is None:
+                self._begin(running)
             job = running.choice.job
-            events.append((job, Started(job.index, running.n_cached)))
+            events.append((job, Started(job.index, running.n_done)))
         if running.scoring is not None:
             return events + self._score(running, running.scoring, n_tokens)
         if running.n_left > 1:
             failed = self.attempt(running.choice.job, lambda: self._prefill(running, n_tokens))
             if failed is not None:
-                self.remove([running.choice.job])
+                self._end(running)
                 events.append((running.choice.job, failed))
             return events
         return [*events, self._decode(running)]
@@ -149,30 +154,46 @@ class SingleBackend(LoadedBackend):
         small = quantized(size, options.kv_bits, options.kv_group_size)
         return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
 
-    def _cache(self, job: Job) -> tuple[list[Any], int]:
-        cache, n_cached = self._loaded.prefix_cache.fetch(self.ids_of(job), job.scope)
+    @property
+    def _keeps_answers(self) -> bool:
+        """Whether an answer's cache can be kept. With a draft model, the two models' caches differ in length then."""
+        return self._loaded.draft_model is None
+
+    def _begin(self, running: _Running) -> None:
+        """Give a prompt its cache, with the prefix that it can reuse."""
+        job = running.choice.job
+        owner = job if self._keeps_answers else None
+        cache, running.n_done = self._loaded.prefix_cache.fetch(running.ids, job.scope, owner)
+        self._loaded.prefix_cache.unpin(job)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
             if self._loaded.draft_model is not None:
                 cache += make_prompt_cache(self._loaded.draft_model)
-        return cache, n_cached
+        running.cache = cache
+
+    def _end(self, running: _Running) -> None:
+        self._loaded.prefix_cache.unpin(running.choice.job)
+        if running.generation is not None:
+            running.generation.close()  # type: ignore[attr-defined]
+        self._running = None
 
     def _score(self, running: _Running, scoring: Scoring, n_tokens: int) -> list[tuple[Job, Event]]:
         job = running.choice.job
         n_scored = self.attempt(job, lambda: scoring.step(n_tokens))
         if isinstance(n_scored, Failed):
-            self.remove([job])
+            self._end(running)
             return [(job, n_scored)]
         if n_scored and scoring.n_left:
             return []
-        running.n_done = len(running.tokens) - 1
         running.scoring = None
-        if self._loaded.draft_model is not None:
+        if self._loaded.draft_model is None:
+            running.cache, running.n_done = scoring.cache, len(running.tokens) - 1
+        else:
             # The draft model has not processed the prompt yet.
-            running.cache, running.n_done = self._cache(job)
+            self._begin(running)
         event = scoring.event()
         if event.is_last:
-            self.remove([job])
+            self._end(running)
         return [(job, event)]
 
     def _embed(self, embedding: Embedding, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -215,12 +236,11 @@ class SingleBackend(LoadedBackend):
         job = running.choice.job
         token = next(running.generation)
         running.tokens.append(token)
+        running.n_done = len(running.tokens)
         finish = self._finish(running, token)
         event = running.choice.event(token, finish)
         if isinstance(event, Failed) or finish is not None:
             self.remove([job])
-            if self._loaded.draft_model is None:
-                self._loaded.prefix_cache.store(as_ids(running.tokens), running.cache, job.scope)
         return job, event
 
     def _finish(self, running: _Running, token: int) -> Literal["stop", "length"] | None:
@@ -254,14 +274,17 @@ class SingleBackend(LoadedBackend):
 
 @dataclass(slots=True)
 class _Running:
-    """The running job. ``n_done`` of its ``tokens`` (the prompt and the output so far) are prefilled."""
+    """The running job. ``cache`` holds ``n_done`` of its ``tokens`` (the prompt and the output so far).
+
+    ``ids``: its prompt.
+    """
 
     choice: TokenChoice
-    cache: list[Any]
     tokens: list[int]
-    n_cached: int
-    n_done: int
+    ids: Ids
     scoring: Scoring | None = None
+    cache: list[Any] = field(default_factory=list)
+    n_done: int = 0
     generation: Iterator[int] | None = None
     is_announced: bool = False
 

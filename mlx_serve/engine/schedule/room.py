@@ -26,13 +26,12 @@ class Room:
         self._bounded_bytes = 0
 
     def has_memory(self, job: Job, slot: Slot) -> bool:
-        """Whether the job's KV cache fits now; kept prefixes are evicted for it. Raises ApiError 400: it never fits."""
+        """Whether the job's KV cache fits once ``make_room`` is called. Raises ApiError 400: it never fits."""
         self.check_alone(job, slot)
         while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
             wanted = self._running_bytes() + self._kv_bytes(slot, [*slot.running, job])
             wanted -= self._kv_bytes(slot, slot.running)
             if wanted <= limit:
-                self._shrink_caches(limit - wanted)
                 return True
             # Idle models are unloaded only when no running job could make room.
             idle = [name for name, other in self._loaded.slots.items() if other is not slot]
@@ -76,9 +75,13 @@ class Room:
     def bound_caches(self) -> None:
         """Enforce the limit after a step, which may have kept more prefixes."""
         if self._cached_bytes() > self._bounded_bytes:
-            limit = self._models.kv_limit(list(self._loaded.slots))
-            if limit is not None:
-                self._shrink_caches(limit - self._running_bytes())
+            self.make_room()
+
+    def make_room(self) -> None:
+        """Evict the prefixes that don't fit beside the running jobs. A job that was inserted has claimed its own."""
+        limit = self._models.kv_limit(list(self._loaded.slots))
+        if limit is not None:
+            self._shrink_caches(limit - self._running_bytes())
 
     def _shrink_caches(self, max_bytes: int) -> None:
         """Evict prefixes, those of the least recently used model first, and those that waiting jobs will use last."""

@@ -348,6 +348,7 @@ class Scheduler:
             slot.running[job] = None
             # The most recently used model is last.
             self._slots[job.model] = self._slots.pop(job.model)
+        self._room.make_room()
         return "in"
 
     def _place_unloaded(self, name: str) -> Literal["held", "blocked"]:
