@@ -28,9 +28,9 @@ def test_prefixes_are_shared_and_jobs_cancelled():
 def test_a_wrong_token_is_found(monkeypatch):
     share = BatchBackend._share
 
-    def share_another(self, donor, n_tokens):
+    def share_another(self, prompt, donor):
         # As long as it should be, but of other tokens.
-        cache = share(self, donor, n_tokens)
+        cache = share(self, prompt, donor)
         cache[0].keys = cache[0].keys[..., ::-1, :]
         return cache
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 
+from mlx_serve.engine.cache.checkpoints import Checkpoint
 from mlx_serve.engine.cache.disk import FoundFile
 from mlx_serve.engine.cache.kinds import cut_back
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids, common
@@ -484,9 +485,8 @@ class Layer:
 
 
 @pytest.fixture
-def layer(monkeypatch):
+def layer():
     """The prefix cache by itself, on layers that only count."""
-    monkeypatch.setattr("mlx_serve.engine.cache.prefixes.can_trim", lambda cache: all(c.trims for c in cache))
     return lambda n_bytes=10, trims=True: [Layer(n_bytes, trims)]
 
 
@@ -523,7 +523,7 @@ def test_a_longer_sequence_takes_the_place_of_its_prefix_where_caches_can_be_cut
     assert len(cache) == 1
     cache.store(ids(A), layer())
     assert len(cache) == 1
-    found, n = cache.fetch(ids(A, C))
+    found, n, _ = cache.fetch(ids(A, C))
     assert (n, found[0].n_trimmed) == (20, 20)
     whole = PrefixCache(10, None)
     whole.store(ids(A), layer(trims=False))
@@ -575,9 +575,9 @@ def test_what_is_claimed_is_not_counted_and_goes_to_its_owner(layer):
     # Others can still copy it, but have no claim of their own.
     cache.claim("other", ids(A, C))
     assert cache.covers(ids(A, C)) == 20
-    copied, _ = cache.fetch(ids(A, C), "", "other")
+    copied, *_ = cache.fetch(ids(A, C), "", "other")
     assert copied is not kept
-    assert cache.fetch(ids(A, B), "", "owner") == (kept, 20)
+    assert cache.fetch(ids(A, B), "", "owner") == (kept, 20, [])
     assert cache.covers(ids(A, C)) == 0
     assert not cache._pins | cache._claims
 
@@ -597,16 +597,31 @@ def test_a_claim_that_is_given_up_is_kept_again(layer):
     assert cache.covers(ids(A, B)) == 0
 
 
-def test_what_cannot_be_cut_back_is_copied(layer):
+def test_what_cannot_be_cut_back_goes_to_its_owner_with_its_checkpoints(layer):
     cache = PrefixCache(10, None)
-    kept = layer(trims=False)
-    cache.store(ids(A), kept)
-    cache.claim("owner", ids(A, B))
-    assert cache.n_bytes == 10
-    cache.shrink(0, pinned=False)
-    found, n = cache.fetch(ids(A, B), "", "owner")
-    assert (n, len(cache)) == (20, 1)
-    assert found is not kept
+    kept, checkpoints = layer(trims=False), [Checkpoint(n, (Layer(1, trims=False),), 1) for n in (40, 200)]
+    cache.store(ids(A * 10, B), kept, checkpoints=checkpoints)
+    assert cache.n_bytes == 12
+    cache.claim("owner", ids(A * 10, B, C))
+    assert cache.n_bytes == 0
+    assert [cache.covers(ids(A * n, C)) for n in (1, 3, 10)] == [0, 40, 200]
+    assert cache.fetch(ids(A * 10, B, C), "", "owner") == (kept, 220, checkpoints)
+    assert len(cache) == 0
+
+
+def test_of_what_cannot_be_cut_back_a_copy_is_made_at_a_checkpoint(layer):
+    cache = PrefixCache(10, None)
+    checkpoints = [Checkpoint(n, (Layer(1, trims=False),), 1) for n in (40, 200)]
+    cache.store(ids(A * 10, B * 9), layer(trims=False), checkpoints=checkpoints)
+    found, n, some = cache.fetch(ids(A * 10, C), "", "owner")
+    assert (n, some, len(cache)) == (200, checkpoints, 1)
+    assert found[0] is not checkpoints[1].layers[0]
+    # A newer one takes its place only if it reaches as far.
+    cache.store(ids(A * 10, B * 9, C * 4), layer(trims=False), checkpoints=checkpoints)
+    assert len(cache) == 2
+    cache.store(ids(A * 10, B * 9, D), layer(trims=False), checkpoints=[*checkpoints, Checkpoint(370, (), 1)])
+    assert len(cache) == 2
+    assert [cache.covers(ids(A * 10, B * 9, end, [9])) for end in (C * 4, D, [9])] == [460, 400, 370]
 
 
 ANSWER = [*range(100, 140)]
@@ -639,7 +654,7 @@ def test_of_an_earlier_turn_only_what_a_later_one_has_is_worth_memory(layer, pro
     claiming.claim("owner", ids(later))
     assert claiming.n_bytes == (0 if is_taken else 10)
     n = common(ids(prompt, answer), ids(later))
-    found, n_found = claiming.fetch(ids(later), "", "owner")
+    found, n_found, _ = claiming.fetch(ids(later), "", "owner")
     assert (n_found, found[0].n_trimmed) == (n, len(prompt) + len(answer) - n)
     assert len(claiming) == (not is_taken)
     storing.store(ids(later), layer())
@@ -682,13 +697,13 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
     cache = PrefixCache(10, None, tier=tier)
     prompt = ids(A * 10, C)
     assert cache.covers(prompt) == 200
-    _, n = cache.fetch(prompt)
+    _, n, _ = cache.fetch(prompt)
     assert n == 200
     assert tier.cache[0].n_trimmed == 20
     cache.store(ids(C), layer())
     assert tier.saved == [C]
     gone = PrefixCache(10, None, tier=Disk([*A * 10], None))
-    assert gone.fetch(prompt) == (None, 0)
+    assert gone.fetch(prompt) == (None, 0, [])
 
 
 def test_of_a_prompt_that_is_on_disk_all_but_a_token_is_read(layer):
@@ -738,8 +753,8 @@ def test_a_cache_that_has_changed_its_length_is_not_lent():
     cache.store(ids(A, B), counted([*A, *B]))
     cache.store(ids(C), counted(C))
     next(iter(cache._entries)).cache[0].offset -= 1
-    assert cache.fetch(ids(A, B, [9])) == (None, 0)
-    assert [n for _, n in (cache.fetch(ids(A, B, [9])), cache.fetch(ids(C, [9])))] == [0, 20]
+    assert cache.fetch(ids(A, B, [9])) == (None, 0, [])
+    assert [n for _, n, _ in (cache.fetch(ids(A, B, [9])), cache.fetch(ids(C, [9])))] == [0, 20]
 
 
 @pytest.mark.parametrize("held", [[*A * 8, *B], [*A * 9, *B]])
@@ -752,12 +767,12 @@ def test_of_a_file_only_a_prefix_of_the_prompt_is_taken(held):
 
     right = held[:180] == A * 9
     cache = PrefixCache(10, None, tier=Other(held, counted(held)))
-    lent, n = cache.fetch(ids(A * 9, C))
+    lent, n, _ = cache.fetch(ids(A * 9, C))
     assert n == (180 if right else 0)
     if lent is not None:
         assert lent[0].keys_and_values()[0].flatten().tolist() == held[:180]
     short = PrefixCache(10, None, tier=Other(held, counted(held[:-1])))
-    assert short.fetch(ids(A * 9, C)) == (None, 0)
+    assert short.fetch(ids(A * 9, C)) == (None, 0, [])
 
 
 def test_of_a_running_sequence_whose_cache_is_not_as_it_should_be_nothing_is_shared(model):
@@ -917,5 +932,5 @@ def test_a_sequence_makes_none_of_another_scope_superfluous(layer):
     cache.store(ids(A, B), layer(), "b")
     assert [cache.covers(ids(A, B, C), scope) for scope in ("a", "b", "c", "")] == [20, 40, 0, 0]
     assert [cache.shared(ids(A, C), scope) for scope in ("a", "b", "c")] == [20, 20, 0]
-    assert cache.fetch(ids(A, B, C), "c") == (None, 0)
+    assert cache.fetch(ids(A, B, C), "c") == (None, 0, [])
     assert cache.fetch(ids(A, B, C), "b")[1] == 40

@@ -72,6 +72,47 @@ GEMMA = {
     "query_pre_attn_scalar": 8,
 }
 
+# Sliding windows in every other layer.
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "sliding_window": 16,
+}
+# Three recurrent layers before one of full attention.
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 32,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB_SIZE,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "max_position_embeddings": 512,
+}
+
 
 def tiny(config, seed: int = 0):
     """A model of any architecture with random weights, by its configuration."""

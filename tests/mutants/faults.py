@@ -8,6 +8,7 @@ from pathlib import Path
 BACKEND = "tests/engine/test_mlx_backend.py"
 CONSTRAINTS = "tests/engine/test_constraints.py"
 FUZZ = "tests/engine/test_engine_fuzz.py"
+CHECKPOINTS = "tests/engine/test_checkpoints.py"
 PREFIXES = "tests/engine/test_prefixes.py"
 RANKS = "tests/pure/test_distributed.py"
 SAMPLING = "tests/engine/test_sampling.py"
@@ -37,14 +38,14 @@ def faulty(fault: Fault, root: Path) -> tuple[str, str]:
 FAULTS = (
     Fault(
         "a cancelled decoding job's cache is kept under one token less",
-        "self._store(gone[uid], tokens, cache)",
-        "self._store(gone[uid], tokens[:-1], cache)",
+        "self._store(gone[uid], as_ids(tokens), cache)",
+        "self._store(gone[uid], as_ids(tokens[:-1]), cache)",
         (PREFIXES,),
     ),
     Fault(
         "an ended job's cache is kept under one token less",
-        "self._store(sequence, response.all_tokens, response.prompt_cache)",
-        "self._store(sequence, response.all_tokens[:-1], response.prompt_cache)",
+        "self._store(sequence, as_ids(response.all_tokens), response.prompt_cache)",
+        "self._store(sequence, as_ids(response.all_tokens[:-1]), response.prompt_cache)",
         (PREFIXES,),
     ),
     Fault(
@@ -61,9 +62,9 @@ FAULTS = (
     ),
     Fault(
         "a seed draws the same number at every token",
-        "self.position = self._output(context).shape[0]",
-        "pass",
-        (BACKEND,),
+        "self._key, coin_key, draw_key = mx.random.split(self._key, 3)",
+        "_, coin_key, draw_key = mx.random.split(self._key, 3)",
+        (SAMPLING,),
     ),
     Fault(
         "a seed's coin is its draw",
@@ -128,8 +129,8 @@ FAULTS = (
     ),
     Fault(
         "prefixes are kept unevaluated",
-        "mx.eval([layer.state for layer in cache])\n        if is_whole(",
-        "if is_whole(",
+        "mx.eval([layer.state for layer in cache])\n        if not is_whole(",
+        "if not is_whole(",
         (PREFIXES,),
     ),
     Fault(
@@ -188,8 +189,26 @@ FAULTS = (
     ),
     Fault(
         "a shared cache is longer than what is shared",
-        "cut_back(shared, n_held - n_tokens)\n        return shared if is_whole(shared, n_tokens) else None",
-        "return shared",
+        "shared = cut(cache, n_held, donor.trail.kept, prompt.n_done)\n        if not is_whole(shared, prompt.n_done):",
+        "shared = cut(cache, n_held, (), n_held)\n        if not shared:",
         (PREFIXES, FUZZ),
+    ),
+    Fault(
+        "a checkpoint's state is the state where the sequence ends",
+        "states = copy.deepcopy(list(checkpoint.layers))",
+        "states = [layer for layer in leaves(cache) if not is_complete(layer)]",
+        (CHECKPOINTS,),
+    ),
+    Fault(
+        "a sequence's checkpoints are not kept with it",
+        "checkpoints=sequence.trail.kept",
+        "checkpoints=()",
+        ("tests/engine/test_checkpoint_reuse.py",),
+    ),
+    Fault(
+        "checkpoints count no bytes",
+        " + sum(one.n_bytes for one in self.checkpoints)",
+        "",
+        ("tests/engine/test_checkpoint_reuse.py",),
     ),
 )

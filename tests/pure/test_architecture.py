@@ -54,7 +54,7 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds size file state index store disk prefixes",
+    "engine/cache": "kinds checkpoints size file state index store disk prefixes",
     "engine/generate": "pass_cost prefill_budget prefill trial pooling reasoning grammars constraints logprobs sampling"
     " token_choice scoring embedding sequence loaded batch single",
     "engine/models": "encoding tokenizer tokenizers weights sharding store",
@@ -75,6 +75,7 @@ MAY_IMPORT_MLX = {
     "engine/generate/sampling.py",
     "engine/generate/token_choice.py",
     "engine/cache/size.py",
+    "engine/cache/checkpoints.py",
     "engine/cache/prefixes.py",
     "engine/generate/scoring.py",
     "engine/generate/embedding.py",

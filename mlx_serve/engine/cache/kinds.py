@@ -5,11 +5,13 @@ Worker thread only. A type that mlx-lm adds is described here and nowhere else. 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_map
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -28,6 +30,8 @@ _KINDS = {
 }
 # The types that, while they can be trimmed, hold their tokens in order from the first one on.
 _GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
+# The types that keep every token, so that they can be trimmed to any of them.
+_COMPLETE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
 
 def leaves(cache: Iterable[Any]) -> Iterator[Any]:
@@ -37,6 +41,13 @@ def leaves(cache: Iterable[Any]) -> Iterator[Any]:
             yield from leaves(layer.caches)
         else:
             yield layer
+
+
+def with_leaves(cache: Iterable[Any], new: Iterator[Any]) -> list[Any]:
+    """The cache with its single caches replaced by ``new`` ones, in the order of ``leaves``."""
+    return [
+        CacheList(*with_leaves(layer.caches, new)) if isinstance(layer, CacheList) else next(new) for layer in cache
+    ]
 
 
 def holds(cache: Sequence[Any], n_tokens: int) -> bool:
@@ -58,6 +69,26 @@ def always_trims(cache: Sequence[Any]) -> bool:
     return all(isinstance(layer, KVCache) for layer in leaves(cache))
 
 
+def is_complete(layer: Any) -> bool:
+    """Whether a single cache keeps every token. A window forgets the oldest ones, a recurrent state all of them."""
+    return isinstance(layer, _COMPLETE)
+
+
+def snapshot(layer: Any) -> Any:
+    """A copy of a single cache that never changes: what the next tokens need, in arrays of its own."""
+    copied = copy.deepcopy(layer)
+    if isinstance(copied, ArraysCache):
+        copied.cache = [mx.contiguous(array) if array is not None else None for array in copied.cache]
+    elif not copied.empty():
+        keys, values = bare_state(copied)[:2]
+        if isinstance(copied, RotatingKVCache) and not copied.keep and keys.shape[2] > copied.max_size:
+            # While a prompt is prefilled, a window also holds the last chunk, in the order of the tokens.
+            keys, values = (array[..., -copied.max_size :, :] for array in (keys, values))
+            copied._idx = copied.max_size
+        copied.keys, copied.values = tree_map(mx.contiguous, (keys, values))
+    return copied
+
+
 def take_back(cache: list[Any], n_tokens: int) -> None:
     """Remove the last ``n_tokens`` of a trimmable cache; mlx-lm keeps their space allocated."""
     trim_prompt_cache(cache, n_tokens)
@@ -69,8 +100,9 @@ def cut_back(cache: list[Any], n_tokens: int) -> None:
     mlx-lm keeps spare capacity, and the first write to a shared array would copy all of it. ConcatenateKVCache even
     keeps the old tokens there, and appends the next ones after them.
     """
-    take_back(cache, n_tokens)
     for layer in leaves(cache):
+        if n_tokens:
+            layer.trim(n_tokens)
         if isinstance(layer, _GROWING) and not layer.empty():
             layer.keys, layer.values = bare_state(layer)[:2]
 

@@ -6,7 +6,6 @@ a second for a prompt of 30,000 tokens, while every stream waits (docs/decisions
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from mlx_serve.engine.cache.checkpoints import MIN_APART, Checkpoint, cut, reach_of, up_to
 from mlx_serve.engine.cache.disk import DiskTier, FoundFile
-from mlx_serve.engine.cache.kinds import can_trim, cut_back, holds, take_back
+from mlx_serve.engine.cache.kinds import can_trim, holds, take_back
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,31 @@ _MIN_FROM_DISK = 128
 
 @dataclass(slots=True, eq=False)
 class _KeptPrefix:
-    """A cache of exactly ``ids``. The first ``n_prompt`` of them came from a client, the rest is an answer."""
+    """A cache of exactly ``ids``. The first ``n_prompt`` of them came from a client, the rest is an answer.
+
+    ``trims``: it can be cut back to any number of tokens; else it can be to its ``checkpoints``.
+    """
 
     ids: Ids
     scope: str
     cache: list[Any]
     n_prompt: int
     number: int
+    checkpoints: Sequence[Checkpoint]
     trims: bool = field(init=False)
     n_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.trims = can_trim(self.cache)
-        self.n_bytes = sum(layer.nbytes for layer in self.cache)
+        if self.trims:
+            self.checkpoints = ()
+        self.n_bytes = sum(layer.nbytes for layer in self.cache) + sum(one.n_bytes for one in self.checkpoints)
+
+    def reach(self, n_tokens: int) -> int:
+        """How many of its first ``n_tokens`` can be reused."""
+        if n_tokens >= len(self.ids):
+            return len(self.ids)
+        return n_tokens if self.trims else reach_of(self.checkpoints, n_tokens)
 
     def is_replaced_by(self, ids: Ids, n_common: int) -> bool:
         """Whether a longer sequence that has ``n_common`` tokens in common leaves nothing worth keeping of this one.
@@ -128,8 +140,10 @@ class PrefixCache:
         n_on_disk = self._tier.covers(ids[:-1].tolist(), scope, trimmable=self._trimmable)
         return n_on_disk if _is_worth_reading(n_on_disk, n) else n
 
-    def fetch(self, ids: Ids, scope: str = "", owner: Hashable = None) -> tuple[list[Any] | None, int]:
-        """The best cache for a prompt, and how many of its tokens it covers. It ends the owner's pin and claim.
+    def fetch(
+        self, ids: Ids, scope: str = "", owner: Hashable = None
+    ) -> tuple[list[Any] | None, int, list[Checkpoint]]:
+        """The best cache for a prompt, how many of its tokens it covers, and their checkpoints. Ends the owner's pin.
 
         An owner gets the cache itself if it can claim it, else a copy; without an owner it is a copy.
         """
@@ -137,32 +151,38 @@ class PrefixCache:
         if (found := self._on_disk(ids, scope, n)) is not None:
             self._read(ids, scope, found)
             entry, n = self._best(ids, scope)
-        is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids, n)
+        is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids)
         if entry is not None and is_own:
             self._drop(entry)
         self.unpin(owner)
         if entry is None:
-            return None, 0
-        cache = entry.cache
+            return None, 0, []
         if not is_own:
             self._touch(entry)
-            # The copy shares its arrays with the original until one of them writes.
-            cache = copy.deepcopy(cache)
-        if not is_own or n < len(entry.ids):
-            cut_back(cache, len(entry.ids) - n)
+        cache = cut(entry.cache, len(entry.ids), entry.checkpoints, n, is_own=is_own)
         if is_whole(cache, n):
-            return cache, n
+            return cache, n, up_to(entry.checkpoints, n)
         if not is_own:
             self._drop(entry)
         return self.fetch(ids, scope)
 
-    def store(self, ids: Ids, cache: list[Any], scope: str = "", *, n_prompt: int | None = None) -> None:
+    def store(
+        self,
+        ids: Ids,
+        cache: list[Any],
+        scope: str = "",
+        *,
+        n_prompt: int | None = None,
+        checkpoints: Sequence[Checkpoint] = (),
+    ) -> None:
         """Keep ``cache``, which holds exactly these tokens: those of a prompt (by default all), then of its answer."""
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
         # Without evaluation the cache would be a view that keeps the memory of the whole batch.
         mx.eval([layer.state for layer in cache])
-        if is_whole(cache, len(ids)) and self._add(ids, scope, cache, n_prompt) and self._tier is not None:
+        if not is_whole(cache, len(ids)):
+            return
+        if self._add(ids, scope, cache, n_prompt, checkpoints) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 
     def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
@@ -175,12 +195,11 @@ class PrefixCache:
     def claim(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
         """Pin the cache that ``fetch`` would use for an admitted job, as a part of that job's memory if it can be.
 
-        It can if no other job has claimed it, and if the job leaves nothing of it that is worth a copy. A cache that
-        can't be trimmed is always copied: behind the job's own tokens it would no longer serve other prompts.
+        It can if no other job has claimed it, and if the job leaves nothing of it that is worth a copy.
         """
         self.pin(owner, ids, scope)
-        entry, n = self._best(ids, scope)
-        if entry is not None and self._may_claim(owner, entry, ids, n):
+        entry, _ = self._best(ids, scope)
+        if entry is not None and self._may_claim(owner, entry, ids):
             self._drop(entry)
             self._claims[owner] = entry
 
@@ -231,30 +250,39 @@ class PrefixCache:
         most = len(ids) - 1
         best, best_n = None, MIN_TOKENS - 1
         for entry in reversed(self._of(scope)):
-            n = min(common(entry.ids, ids), most)
-            if n > best_n and (n == len(entry.ids) or entry.trims):
+            n = entry.reach(min(common(entry.ids, ids), most))
+            if n > best_n:
                 best, best_n = entry, n
         return (best, best_n) if best is not None else (None, 0)
 
     def _of(self, scope: str) -> list[_KeptPrefix]:
         return [entry for entry in (*self._claims.values(), *self._entries) if entry.scope == scope]
 
-    def _may_claim(self, owner: Hashable, entry: _KeptPrefix, ids: Ids, n_common: int) -> bool:
+    def _may_claim(self, owner: Hashable, entry: _KeptPrefix, ids: Ids) -> bool:
         others = (claimed for other, claimed in self._claims.items() if other != owner)
-        return entry.trims and entry not in others and entry.is_replaced_by(ids, n_common)
+        n_common = min(common(entry.ids, ids), len(ids) - 1)
+        return entry not in others and entry.is_replaced_by(ids, n_common)
 
-    def _add(self, ids: Ids, scope: str, cache: list[Any], n_prompt: int | None = None) -> bool:
+    def _add(
+        self,
+        ids: Ids,
+        scope: str,
+        cache: list[Any],
+        n_prompt: int | None = None,
+        checkpoints: Sequence[Checkpoint] = (),
+    ) -> bool:
         """Add a cache. False when another entry already covers it."""
-        entry = _KeptPrefix(ids, scope, cache, len(ids) if n_prompt is None else n_prompt, self._n_added)
+        n_prompt = len(ids) if n_prompt is None else n_prompt
+        entry = _KeptPrefix(ids, scope, cache, n_prompt, self._n_added, checkpoints)
         replaced = []
         for other in self._of(scope):
             n = common(other.ids, ids)
-            if n == len(ids) and (n == len(other.ids) or other.trims):
+            if n == len(ids) == other.reach(n) and (other.checkpoints or not entry.checkpoints):
                 self._touch(other)
                 return False
             # What a job has claimed takes no memory of its own.
-            is_kept = entry.trims and other in self._entries
-            if is_kept and (n == len(other.ids) or (other.trims and other.is_replaced_by(ids, n))):
+            is_covered = other in self._entries and entry.reach(n) > max(0, other.reach(n) - MIN_APART)
+            if is_covered and (n == len(other.ids) or other.is_replaced_by(ids, n)):
                 replaced.append(other)
         self._n_added += 1
         for former in replaced:

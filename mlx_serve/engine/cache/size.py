@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_serve.engine.cache.checkpoints import N_FREE, N_MOST, SHARE
 from mlx_serve.engine.cache.kinds import element_bytes, leaves, window
 
 # mlx-lm's caches grow in steps of so many tokens.
@@ -27,10 +28,14 @@ class KvSize:
     element_bytes: int = 2
 
     def bytes(self, n_tokens: int) -> int:
-        """The bytes for one sequence of ``n_tokens``."""
+        """The bytes for one sequence of ``n_tokens``, with its checkpoints."""
         n = -(-n_tokens // _STEP) * _STEP
+        complete = sum(each * n for each, most in self.layers if most is None)
+        windows = [(each, most) for each, most in self.layers if most is not None]
+        checkpoint = self.fixed + sum(each * min(n, most) for each, most in windows)
+        checkpoints = min(N_MOST * checkpoint, max(N_FREE * checkpoint, SHARE * complete))
         return self.fixed + int(
-            sum(each * (n if most is None else min(n, most + _MAX_CHUNK)) for each, most in self.layers)
+            complete + sum(each * min(n, most + _MAX_CHUNK) for each, most in windows) + checkpoints
         )
 
 

@@ -1,8 +1,6 @@
 """Continuous batching through mlx-lm's BatchGenerator, behind the Backend protocol. Lives on the worker thread.
 
     insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in the generator --> kept prefix
-      ^                                                                         |
-      +------------------------------- paused, kept prefix <-------- pause ------+
 
 Each prompt is prefilled alone here, because BatchGenerator pads prompts that it prefills together to the longest one.
 BatchGenerator then gets the sequence with its cache and the prompt's last token. Only this module knows
@@ -11,35 +9,32 @@ BatchGenerator. Models that cannot be batched run in single.py.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
-from mlx_serve.engine.cache.kinds import cut_back
-from mlx_serve.engine.cache.prefixes import Ids, as_ids, common, is_whole
+from mlx_serve.engine.cache.checkpoints import cut, up_to
+from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import RunningSequence
-from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
+from mlx_serve.engine.generate.token_choice import Loaded, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
 # A prompt waits for another prompt's prefill only if it gains so many tokens over what it can reuse now.
 _MIN_SHARED = 32
 # A step may exceed its size by so many tokens to finish a prompt. The rest would need another pass through the model.
 _STRETCH = 1.25
-# The last turn may begin so far from the prompt's end. The opening of the answer, with its reasoning, follows it.
-_TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,6 @@ class BatchBackend(LoadedBackend):
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[int, RunningSequence] = {}
-        self._paused: dict[Job, RunningSequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
@@ -100,62 +94,16 @@ class BatchBackend(LoadedBackend):
         if job.inputs is not None:
             self._embedding.append(self._embedder.start(job))
             return
-        sequence = self._paused.pop(job, None)
-        if sequence is None:
-            sequence = RunningSequence(make_choice(job, self._loaded), self.ids_of(job))
+        choice = make_choice(job, self._loaded)
+        if job.sampling.prompt_logprobs is not None:
+            self._scoring.append(Scoring(choice, self._loaded.model))
         else:
-            self.let_go(job)
-        if job.sampling.prompt_logprobs is not None and not sequence.has_started:
-            self._scoring.append(Scoring(sequence.choice, self._loaded.model))
-        else:
+            sequence = RunningSequence(choice, self.ids_of(job))
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
             self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch. What they have computed is kept: their clients may ask again."""
-        self.forget(self._paused, jobs)
-        self._take_out(jobs)
-
-    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
-        """Take jobs out of the batch and keep what they need to go on, their caches as kept prefixes."""
-        for scoring in self._scoring:
-            if scoring.choice.job in jobs:
-                ids = as_ids(scoring.choice.job.prompt.tokens)
-                self._paused[scoring.choice.job] = RunningSequence(scoring.choice, ids)
-        for sequence in (*self._prompts, *self._prefilled):
-            if sequence.choice.job in jobs:
-                self._paused[sequence.choice.job] = sequence.as_new(sequence.ids)
-        decoding = {uid: sequence for uid, sequence in self._decoding.items() if sequence.choice.job in jobs}
-        drawn = self._drawn() if decoding else {}
-        held = self._take_out(jobs)
-        events = []
-        for uid, sequence in decoding.items():
-            choice = sequence.choice
-            event = choice.event(drawn[uid], self._finish(choice, drawn[uid]))
-            events.append((choice.job, event))
-            if not is_last(event):
-                self._paused[choice.job] = sequence.as_new(as_ids([*held[uid], drawn[uid]]))
-        for job in jobs:
-            if job in self._paused:
-                self.hold(job, self._paused[job].ids)
-        return events
-
-    def _drawn(self) -> dict[int, int]:
-        """The next token of each sequence in the generator, by its number. mlx-lm draws one ahead of what it returns.
-
-        mlx-lm has no public way to it, and drawing it again would need a cache without the last token, which a
-        recurrent state cannot give.
-        """
-        batch = self._generator._generation_batch
-        return dict(zip(batch.uids, batch._next_tokens.tolist(), strict=True))
-
-    def _finish(self, choice: TokenChoice, token: int) -> Literal["stop", "length"] | None:
-        if token in self._loaded.eos_ids:
-            return "stop"
-        return "length" if choice.n_output + 1 >= choice.job.sampling.max_tokens else None
-
-    def _take_out(self, jobs: Collection[Job]) -> dict[int, list[int]]:
-        """Take jobs out, with their caches as kept prefixes. Returns the held tokens of decoding ones."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         for waiting in (self._prompts, self._prefilled):
@@ -163,15 +111,14 @@ class BatchBackend(LoadedBackend):
                 waiting.remove(sequence)
                 self._loaded.prefix_cache.unpin(sequence.choice.job)
                 if sequence.cache is not None:
-                    self._loaded.prefix_cache.store(sequence.ids[: sequence.n_done], sequence.cache, sequence.scope)
+                    self._store(sequence, sequence.ids[: sequence.n_done], sequence.cache)
                 # Waiting prompts keep a reference to this sequence until they start.
                 sequence.cache = None
         uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
         kept = self._generator.remove(uids, return_prompt_caches=True)
         gone = {uid: self._decoding.pop(uid) for uid in uids}
         for uid, (cache, tokens) in kept.items():
-            self._store(gone[uid], tokens, cache)
-        return {uid: tokens for uid, (_, tokens) in kept.items()}
+            self._store(gone[uid], as_ids(tokens), cache)
 
     def plan_step(self, gap_s: float) -> StepPlan:
         plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
@@ -232,7 +179,14 @@ class BatchBackend(LoadedBackend):
         """Whether a prompt should wait for another one. Also records what it could reuse now."""
         trimmable = self._loaded.trimmable
         prompt.donor, prompt.n_done = self._best_source(prompt, [*begun, *self._prefilled, *self._decoding.values()])
-        to_come = max((other.will_give(prompt.common(other), trimmable=trimmable) for other in begun), default=0)
+        if not self._loaded.shares:
+            return False
+        to_come = 0
+        for other in begun:
+            n = prompt.common(other)
+            if not trimmable and n >= prompt.n_done + _MIN_SHARED:
+                other.trail.want(other.n_done, n)
+            to_come = max(to_come, other.will_give(n, trimmable=trimmable))
         return to_come >= prompt.n_done + _MIN_SHARED
 
     def _best_source(
@@ -244,9 +198,9 @@ class BatchBackend(LoadedBackend):
             prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids, prompt.scope)
         best: RunningSequence | None = None
         best_n = prompt.n_kept
-        if self._loaded.trimmable:
+        if self._loaded.shares:
             for donor in donors:
-                n = min(prompt.common(donor), donor.n_done)
+                n = donor.gives(prompt.common(donor), trimmable=self._loaded.trimmable)
                 if n >= best_n + _MIN_SHARED:
                     best, best_n = donor, n
         return best, best_n
@@ -268,22 +222,18 @@ class BatchBackend(LoadedBackend):
         cache = prompt.cache
         if cache is None:
             cache = self._begin(prompt)
-            if not prompt.has_started:
-                prompt.has_started = True
-                events.append((prompt.choice.job, Started(prompt.choice.job.index, prompt.n_done)))
+            events.append((prompt.choice.job, Started(prompt.choice.job.index, prompt.n_done)))
         if prompt.n_left <= min(n_tokens * _STRETCH, self._most_tokens):
             n_tokens = prompt.n_left
-        end = min(prompt.n_done + n_tokens, prompt.marks[0] if prompt.marks else len(prompt.ids) - 1)
+        end = min(prompt.trail.end(prompt.n_done, n_tokens), len(prompt.ids) - 1)
         n = end - prompt.n_done
         if n:
             started_s = self._clock()
-            prefill(self._loaded.model, cache, prompt.ids[prompt.n_done : end].tolist())
+            prefill(self._loaded.model, cache, prompt.choice.job.prompt.tokens[prompt.n_done : end])
             self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
+            prompt.trail.reached(cache, end)
         prompt.choice.job.n_prefilled = end
-        if prompt.marks and end == prompt.marks[0]:
-            prompt.marks.pop(0)
-            self._loaded.prefix_cache.store(prompt.ids[:end], copy.deepcopy(cache), prompt.scope)
         if not prompt.n_left:
             self._prompts.remove(prompt)
             self._prefilled.append(prompt)
@@ -291,9 +241,11 @@ class BatchBackend(LoadedBackend):
 
     def _begin(self, prompt: RunningSequence) -> list[Any]:
         """Give a prompt its cache, with the prefix that it can reuse."""
-        cache = self._share(prompt.donor, prompt.n_done) if prompt.donor is not None else None
+        cache = self._share(prompt, prompt.donor) if prompt.donor is not None else None
         if cache is None:
-            cache, prompt.n_done = self._loaded.prefix_cache.fetch(prompt.ids, prompt.scope, prompt.choice.job)
+            cache, prompt.n_done, prompt.trail.kept = self._loaded.prefix_cache.fetch(
+                prompt.ids, prompt.scope, prompt.choice.job
+            )
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
@@ -301,38 +253,22 @@ class BatchBackend(LoadedBackend):
         # Drop the reference to the donor, so that an ended sequence is freed.
         prompt.donor = None
         prompt.in_common.clear()
-        prompt.marks = self._marks(prompt)
+        waiting = [other.ids for other in self._prompts if other.cache is None and other.scope == prompt.scope]
+        self.plan_stops(prompt.trail, prompt.ids, prompt.scope, prompt.n_done, cache, waiting)
         return cache
 
-    def _share(self, donor: RunningSequence, n_tokens: int) -> list[Any] | None:
+    def _share(self, prompt: RunningSequence, donor: RunningSequence) -> list[Any] | None:
         """A copy of the first tokens of a running sequence's cache; None when its length is not as expected."""
         cache, n_held = donor.cache, donor.n_done
         if cache is None:
             cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
             n_held = len(held)
-        # Until the donor decodes, its cache is its own. The copy shares the arrays until one of the two writes.
-        shared = copy.deepcopy(cache)
-        cut_back(shared, n_held - n_tokens)
-        return shared if is_whole(shared, n_tokens) else None
-
-    def _marks(self, prompt: RunningSequence) -> list[int]:
-        """The positions at which to keep a copy of a cache that cannot be trimmed later.
-
-        They are where waiting prompts diverge, where kept prefixes diverge, and where the last turn begins.
-        """
-        if self._loaded.trimmable:
-            return []
-        ids = prompt.ids
-        wanted = {self._loaded.prefix_cache.shared(ids, prompt.scope), self._last_turn(ids)}
-        waiting = [other for other in self._prompts if other.cache is None and other.scope == prompt.scope]
-        wanted |= {common(ids, other.ids) for other in waiting}
-        most = len(ids) - 1
-        return sorted({min(mark, most) for mark in wanted if min(mark, most) >= prompt.n_done + _MIN_SHARED})
-
-    def _last_turn(self, ids: Ids) -> int:
-        controls = self._loaded.control_ids
-        tail = range(max(0, len(ids) - _TAIL), len(ids))
-        return next((i for i in tail if int(ids[i]) in controls), 0)
+        # Until the donor decodes, its cache is its own.
+        shared = cut(cache, n_held, donor.trail.kept, prompt.n_done)
+        if not is_whole(shared, prompt.n_done):
+            return None
+        prompt.trail.kept = up_to(donor.trail.kept, prompt.n_done)
+        return shared
 
     # Decoding, scoring and embedding.
 
@@ -352,10 +288,10 @@ class BatchBackend(LoadedBackend):
     def _join(self, sequence: RunningSequence) -> None:
         """Hand a sequence to the generator. Its cache holds all of the prompt but the last token."""
         choice = sequence.choice
-        tokens = sequence.ids.tolist()
+        tokens = list(choice.job.prompt.tokens)
         (sequence.uid,) = self._generator.insert(
             [tokens[-1:]],
-            max_tokens=[choice.job.sampling.max_tokens - choice.n_output],
+            max_tokens=[choice.job.sampling.max_tokens],
             caches=[sequence.cache],
             all_tokens=[tokens[:-1]],
             samplers=[choice.sampler],
@@ -381,7 +317,7 @@ class BatchBackend(LoadedBackend):
         self._scoring.pop(0)
         if job.sampling.max_tokens:
             ids = as_ids(job.prompt.tokens)
-            self._prefilled.append(RunningSequence(scoring.choice, ids, scoring.cache, len(ids) - 1, has_started=True))
+            self._prefilled.append(RunningSequence(scoring.choice, ids, cache=scoring.cache, n_done=len(ids) - 1))
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -412,15 +348,15 @@ class BatchBackend(LoadedBackend):
         event = choice.event(response.token, response.finish_reason)
         if response.finish_reason is not None:
             del self._decoding[response.uid]
-            self._store(sequence, response.all_tokens, response.prompt_cache)
+            self._store(sequence, as_ids(response.all_tokens), response.prompt_cache)
         elif isinstance(event, Failed):
             self.remove([choice.job])
         return choice.job, event
 
-    def _store(self, sequence: RunningSequence, tokens: Sequence[int], cache: list[Any]) -> None:
+    def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any]) -> None:
         """Keep the cache of a prompt and its answer so far."""
         self._loaded.prefix_cache.store(
-            as_ids(tokens), cache, sequence.scope, n_prompt=len(sequence.choice.job.prompt.tokens)
+            ids, cache, sequence.scope, n_prompt=min(len(sequence.ids), len(ids)), checkpoints=sequence.trail.kept
         )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
-from mlx_serve.engine.cache.prefixes import Ids, as_ids
+from mlx_serve.engine.cache.checkpoints import Trail, borders
+from mlx_serve.engine.cache.prefixes import Ids, as_ids, common
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -60,24 +61,27 @@ class LoadedBackend(Backend):
 
     def ids_of(self, job: Job) -> Ids:
         """The prompt of a job that leaves the line."""
-        ids = self.let_go(job)
+        ids = self._in_line.pop(job, None)
+        self._loaded.prefix_cache.unpin(job)
         return as_ids(job.prompt.tokens) if ids is None else ids
 
-    def let_go(self, job: Job) -> Ids | None:
-        """End the pin of a job in line. Returns the tokens that it was for, if there was one."""
-        self._loaded.prefix_cache.unpin(job)
-        return self._in_line.pop(job, None)
+    def plan_stops(
+        self, trail: Trail, ids: Ids, scope: str, n_done: int, cache: Sequence[Any], waiting: Sequence[Ids] = ()
+    ) -> None:
+        """Choose where the slices of a prompt end, if its cache can't be cut back later. ``n_done`` tokens are done.
 
-    def hold(self, job: Job, ids: Ids) -> None:
-        """Pin the prefix of a paused job, which has these tokens when it comes back."""
-        self._in_line[job] = ids
-        self._loaded.prefix_cache.pin(job, ids, job.scope)
-
-    def forget(self, paused: MutableMapping[Job, Any], jobs: Collection[Job]) -> None:
-        """Drop those of ``jobs`` that are ``paused``."""
-        for job in jobs:
-            if paused.pop(job, None) is not None:
-                self.let_go(job)
+        They end where kept prefixes and ``waiting`` prompts part from it, at borders of turns, and at the prompt's end.
+        """
+        if self._loaded.trimmable:
+            return
+        most = len(ids) - 1
+        wanted = {self._loaded.prefix_cache.shared(ids, scope), *(common(ids, other) for other in waiting)}
+        trail.resume(cache, n_done)
+        trail.plan(
+            n_done,
+            {min(position, most) for position in wanted},
+            {*borders(ids, n_done, self._loaded.control_ids), most},
+        )
 
     def attempt(self, job: Job, work: Callable[[], T]) -> T | Failed:
         """The result of ``work``, which runs one job's prompt. If it raises, that job alone fails.

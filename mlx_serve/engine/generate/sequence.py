@@ -1,6 +1,6 @@
 """A job in the batch: the progress of its prompt, and how much of it other sequences have computed already.
 
-Knows no batch and no generator, and treats caches as opaque. Worker thread.
+Knows no batch and no generator. Worker thread.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
 from mlx_serve.engine.cache.prefixes import Ids, common
 from mlx_serve.engine.generate.token_choice import TokenChoice
 
@@ -16,18 +17,16 @@ from mlx_serve.engine.generate.token_choice import TokenChoice
 class RunningSequence:
     """A job in one of three states: waiting (no ``cache``), being prefilled, or decoding (with a ``uid``).
 
-    ``ids``: its prompt, and the output before a pause. ``n_done`` of them are in its KV cache. Before it begins: the
-    tokens that it could reuse, from the ``donor`` or from the kept prefixes. ``marks``: positions at which to keep a
-    copy of the cache. ``has_started``: its Started event was sent.
+    ``n_done``: tokens of its prompt in its KV cache. Before it begins: the tokens that it could reuse, from the
+    ``donor`` or from the kept prefixes. ``trail``: where a cache that can't be cut back has checkpoints.
     """
 
     choice: TokenChoice
     ids: Ids
     cache: list[Any] | None = None
     n_done: int = 0
-    marks: list[int] = field(default_factory=list)
+    trail: Trail = field(default_factory=Trail)
     uid: int = -1
-    has_started: bool = False
     donor: RunningSequence | None = None
     cache_version: int = -1
     n_kept: int = 0
@@ -43,10 +42,6 @@ class RunningSequence:
         """The scope whose caches the job may use, and to which its own cache belongs."""
         return self.choice.job.scope
 
-    def as_new(self, ids: Ids) -> RunningSequence:
-        """The sequence as it comes back after a pause, with these tokens."""
-        return RunningSequence(self.choice, ids, has_started=self.has_started)
-
     def common(self, other: RunningSequence) -> int:
         """The common prefix with another prompt. It is never the whole prompt, because one token must be left.
 
@@ -58,8 +53,15 @@ class RunningSequence:
             self.in_common[other] = min(common(self.ids, other.ids), len(self.ids) - 1)
         return self.in_common[other]
 
+    def gives(self, n_common: int, *, trimmable: bool) -> int:
+        """How much of a common prefix another prompt can reuse now."""
+        n = min(n_common, self.n_done)
+        if trimmable:
+            return n
+        if self.cache is None:
+            return reach_of(self.trail.kept, n)
+        return reach(self.cache, self.n_done, self.trail.kept, n)
+
     def will_give(self, n_common: int, *, trimmable: bool) -> int:
         """How much of a common prefix another prompt can reuse once this sequence has computed it."""
-        if trimmable:
-            return n_common
-        return max((mark for mark in self.marks if mark <= n_common), default=0)
+        return n_common if trimmable else self.trail.will_reach(n_common)

@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
+from mlx_serve.engine.cache.checkpoints import Trail
 from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.cache.size import quantized
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
@@ -71,7 +72,6 @@ class SingleBackend(LoadedBackend):
         # At most one of the two is set.
         self._running: _Running | None = None
         self._embedding: Embedding | None = None
-        self._paused: dict[Job, _Running] = {}
 
     @property
     def n_decoding(self) -> int:
@@ -87,21 +87,15 @@ class SingleBackend(LoadedBackend):
         if job.inputs is not None:
             self._embedding = self._embedder.start(job)
             return
-        running = self._paused.pop(job, None)
-        if running is None:
-            choice = make_choice(job, self._loaded)
-            scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
-            running = _Running(choice, list(job.prompt.tokens), self.ids_of(job), scoring)
-        else:
-            self.let_go(job)
-        self._running = running
-        if running.scoring is None:
+        choice = make_choice(job, self._loaded)
+        scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
+        self._running = _Running(choice, list(job.prompt.tokens), self.ids_of(job), scoring)
+        if scoring is None:
             pin = self._loaded.prefix_cache.claim if self._keeps_answers else self._loaded.prefix_cache.pin
-            pin(job, running.ids, job.scope)
+            pin(job, self._running.ids, job.scope)
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Drop jobs that run or are paused. What they have computed is kept: their clients may ask again."""
-        self.forget(self._paused, jobs)
+        """Drop the job if it is the running one. What it has computed is kept: its client may ask again."""
         if self._embedding is not None and self._embedding.job in jobs:
             self._embedding = None
         running = self._running
@@ -109,24 +103,13 @@ class SingleBackend(LoadedBackend):
             self._end(running)
             if running.cache and (running.generation is None or self._keeps_answers):
                 ids = as_ids(running.tokens[: running.n_done])
-                n_prompt = len(running.choice.job.prompt.tokens)
-                self._loaded.prefix_cache.store(ids, running.cache, running.choice.job.scope, n_prompt=n_prompt)
-
-    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
-        """Drop the job if it is the running one, and keep what it needs to go on. Scoring begins again.
-
-        mlx-lm's generators draw a token ahead and do not give it out. It is drawn again from the last token on, so a
-        cache that cannot be trimmed is computed again.
-        """
-        running = self._running
-        if running is not None and running.choice.job in jobs:
-            self.remove(jobs)
-            scoring = None if running.scoring is None else Scoring(running.choice, self._loaded.model)
-            paused = _Running(running.choice, running.tokens, as_ids(running.tokens), scoring)
-            paused.is_announced = running.is_announced
-            self._paused[running.choice.job] = paused
-            self.hold(running.choice.job, paused.ids)
-        return []
+                self._loaded.prefix_cache.store(
+                    ids,
+                    running.cache,
+                    running.choice.job.scope,
+                    n_prompt=len(running.ids),
+                    checkpoints=running.trail.kept,
+                )
 
     def plan_step(self, gap_s: float) -> StepPlan:
         return StepPlan(self._budget.tokens(gap_s))
@@ -138,15 +121,15 @@ class SingleBackend(LoadedBackend):
         running = self._running
         assert running is not None
         events: list[tuple[Job, Event]] = []
-        if running.scoring is None and not running.cache:
-            self._begin(running)
         if not running.is_announced:
             running.is_announced = True
+            if running.scoring is None:
+                self._begin(running)
             job = running.choice.job
             events.append((job, Started(job.index, running.n_done)))
         if running.scoring is not None:
             return events + self._score(running, running.scoring, n_tokens)
-        if running.generation is None and running.n_left > 1:
+        if running.n_left > 1:
             failed = self.attempt(running.choice.job, lambda: self._prefill(running, n_tokens))
             if failed is not None:
                 self._end(running)
@@ -166,7 +149,6 @@ class SingleBackend(LoadedBackend):
 
     def close(self) -> None:
         """Nothing is held between jobs."""
-        self._paused.clear()
         self._running = None
         self._embedding = None
 
@@ -188,13 +170,14 @@ class SingleBackend(LoadedBackend):
         """Give a prompt its cache, with the prefix that it can reuse."""
         job = running.choice.job
         owner = job if self._keeps_answers else None
-        cache, running.n_done = self._loaded.prefix_cache.fetch(running.ids, job.scope, owner)
+        cache, running.n_done, kept = self._loaded.prefix_cache.fetch(running.ids, job.scope, owner)
         self._loaded.prefix_cache.unpin(job)
         if cache is None:
             cache = make_prompt_cache(self._loaded.model)
             if self._loaded.draft_model is not None:
                 cache += make_prompt_cache(self._loaded.draft_model)
-        running.cache = cache
+        running.cache, running.trail = cache, Trail(kept=kept)
+        self.plan_stops(running.trail, running.ids, job.scope, running.n_done, cache)
 
     def _end(self, running: _Running) -> None:
         self._loaded.prefix_cache.unpin(running.choice.job)
@@ -235,13 +218,14 @@ class SingleBackend(LoadedBackend):
 
     def _prefill(self, running: _Running, n_tokens: int) -> None:
         started_s = time.perf_counter()
-        n = min(n_tokens, running.n_left - 1)
+        n = min(running.trail.end(running.n_done, n_tokens) - running.n_done, running.n_left - 1)
         chunk = running.tokens[running.n_done : running.n_done + n]
         for model, cache in self._models(running.cache):
             prefill(model, cache, chunk)
         options = self._options
         maybe_quantize_kv_cache(running.cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
         running.n_done += n
+        running.trail.reached(running.cache, running.n_done)
         running.choice.job.n_prefilled = running.n_done
         self._budget.note(n, time.perf_counter() - started_s)
         if self._loaded.draft_model is not None and running.n_left == 1:
@@ -261,7 +245,6 @@ class SingleBackend(LoadedBackend):
         job = running.choice.job
         token = next(running.generation)
         running.tokens.append(token)
-        # mlx-lm has run the token through the model to draw the next one.
         running.n_done = len(running.tokens)
         finish = self._finish(running, token)
         event = running.choice.event(token, finish)
@@ -281,7 +264,7 @@ class SingleBackend(LoadedBackend):
         # Without the type, an empty prefix (a prompt of one token) would be an array of floats.
         prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)
         options: dict[str, Any] = {
-            "max_tokens": sampling.max_tokens - running.choice.n_output,
+            "max_tokens": sampling.max_tokens,
             "sampler": running.choice.sampler,
             "logits_processors": [_Behind(seen, processor) for processor in running.choice.processors],
             "prompt_cache": running.cache,
@@ -302,7 +285,7 @@ class SingleBackend(LoadedBackend):
 class _Running:
     """The running job. ``cache`` holds ``n_done`` of its ``tokens`` (the prompt and the output so far).
 
-    ``ids``: its prompt, and the output before a pause.
+    ``ids``: its prompt.
     """
 
     choice: TokenChoice
@@ -311,12 +294,13 @@ class _Running:
     scoring: Scoring | None = None
     cache: list[Any] = field(default_factory=list)
     n_done: int = 0
+    trail: Trail = field(default_factory=Trail)
     generation: Iterator[int] | None = None
     is_announced: bool = False
 
     @property
     def n_left(self) -> int:
-        return len(self.tokens) - self.n_done
+        return len(self.choice.job.prompt.tokens) - self.n_done
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.sampling import ModelRows, Seeded, make_processors, make_sampler
+from mlx_serve.engine.generate.sampling import ModelRows, make_processors, make_sampler
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
@@ -29,6 +29,7 @@ class Loaded:
 
     ``vocabulary`` is for grammars; None: grammars are not served. ``control_ids`` are the tokens that are not text;
     they begin and end the turns of a conversation. ``trimmable``: the caches of this model can always be trimmed.
+    ``shares``: a sequence may use the cache of another one that runs.
     ``alone``: why its sequences can't run together; "": they can. ``agree`` is set with several ranks: it wraps a
     sampler so that all ranks get the same tokens.
     """
@@ -43,6 +44,7 @@ class Loaded:
     control_ids: frozenset[int] = frozenset()
     kv_size: KvSize = NO_KV
     trimmable: bool = True
+    shares: bool = True
     alone: str = ""
     agree: Callable[[Sampler], Sampler] | None = None
     pooling: Pooling = LAST_TOKEN
@@ -86,13 +88,10 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     constraint = _constraint(sampling, loaded)
     rows = ModelRows(sampling.top_logprobs) if sampling.top_logprobs is not None else None
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
-    processors = make_processors(sampling, constraint, rows)
-    if isinstance(sampler, Seeded):
-        processors.append(sampler.follow)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
     choice = TokenChoice(job, sampler, [], constraint, rows)
-    choice.processors = [_Guarded(processor, choice) for processor in processors]
+    choice.processors = [_Guarded(processor, choice) for processor in make_processors(sampling, constraint, rows)]
     return choice
 
 

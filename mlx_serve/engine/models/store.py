@@ -224,6 +224,7 @@ class ModelStore:
             control_ids=frozenset(tokenizer.controls),
             kv_size=measure([model] if draft_model is None else [model, draft_model]),
             trimmable=trimmable,
+            shares=not self._parts_differ(trimmable=trimmable),
             alone=alone,
             agree=self._sharding.ranks.agree if self._sharding is not None else None,
             pooling=read_pooling(entry.path),
@@ -263,10 +264,13 @@ class ModelStore:
             return PrefixCache(
                 self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
             )
-        # The stages of a pipeline hold different kinds of layers: some may be trimmable and others not. Their sizes
-        # differ too, so rank 0 alone counts bytes (ranks/protocol.py).
-        size = 0 if self._sharding.pipeline and not trimmable else self._prompt_cache_size
+        # The sizes of the ranks' parts differ, so rank 0 alone counts bytes (ranks/protocol.py).
+        size = 0 if self._parts_differ(trimmable=trimmable) else self._prompt_cache_size
         return PrefixCache(size, None, trimmable=trimmable)
+
+    def _parts_differ(self, *, trimmable: bool) -> bool:
+        """Whether the stages of a pipeline may hold different kinds of layers, some trimmable and others not."""
+        return self._sharding is not None and self._sharding.pipeline and not trimmable
 
     def _tier(self, entry: ModelEntry) -> DiskTier | None:
         if self._disk is None:
