@@ -14,6 +14,7 @@ from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.framing import FramingLimits
 from mlx_serve.wire.server import Server
 from mlx_serve.wire.server_options import Application, ServerOptions
+from mlx_serve.wire.sockets import Listening
 
 # Exactly what browsers send, or "scheme://*".
 _ORIGIN = re.compile(r"\*|null|[A-Za-z][A-Za-z0-9+.-]*://(?:\*|[^*/?#@\s]*)")
@@ -26,8 +27,20 @@ def bind(app: Application, options: ServerOptions) -> Server:
     except ssl.SSLError as error:
         raise StartError(f"cannot use the TLS certificate {options.tls_cert}: {error.reason or error}") from error
     except OSError as error:
-        where = options.uds or "{} port {}".format(*options.address)
-        raise StartError(f"cannot listen on {where}: {error.strerror or error}") from error
+        raise _cannot_listen(options, error) from error
+
+
+def listen(options: ServerOptions) -> Listening:
+    """The server's socket alone, for ``ServerOptions.listening`` of another process. Raises StartError."""
+    try:
+        return Listening(options.address, options.uds, options.backlog)
+    except OSError as error:
+        raise _cannot_listen(options, error) from error
+
+
+def _cannot_listen(options: ServerOptions, error: OSError) -> StartError:
+    where = options.uds or "{} port {}".format(*options.address)
+    return StartError(f"cannot listen on {where}: {error.strerror or error}")
 
 
 def options(settings: Config) -> ServerOptions:

@@ -9,21 +9,20 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from mlx_serve.wire import sockets
-from mlx_serve.wire.channel import Channel, hang_up
+from mlx_serve.wire.channel import Channel
 from mlx_serve.wire.connection import Connection
 from mlx_serve.wire.connections import Roster
+from mlx_serve.wire.doorstep import Doorstep
 from mlx_serve.wire.exchange import Setting
 
 _log = logging.getLogger("mlx_serve.wire")
@@ -33,43 +32,6 @@ _UNIX_CLIENT = ("unix", 0)
 # How often a lasting shortage of descriptors is logged, and the pause before accepting again.
 _SHORTAGE_EVERY_S = 60.0
 _SHORTAGE_WAIT_S = 0.05
-
-
-class Doorstep:
-    """Refused connections. They stay open for a moment, so that the client can read why, and are then closed."""
-
-    _MAX = 64
-
-    def __init__(self, stay_s: float) -> None:
-        self._stay_s = stay_s
-        self._turned_away: deque[tuple[float, socket.socket]] = deque()
-
-    def turn_away(self, sock: socket.socket, reply: bytes) -> None:
-        with suppress(OSError):  # the client is gone or does not read: ``sweep`` closes the connection all the same
-            sock.setblocking(False)
-            if reply:
-                sock.send(reply)
-        hang_up(sock, socket.SHUT_WR)
-        self._turned_away.append((time.monotonic() + self._stay_s, sock))
-        if len(self._turned_away) > self._MAX:
-            self._close(self._turned_away.popleft()[1])
-
-    def sweep(self) -> float | None:
-        """Closes connections whose time is up; returns the seconds until the next one."""
-        now = time.monotonic()
-        while self._turned_away and self._turned_away[0][0] <= now:
-            self._close(self._turned_away.popleft()[1])
-        return self._turned_away[0][0] - now if self._turned_away else None
-
-    def clear(self) -> None:
-        while self._turned_away:
-            self._close(self._turned_away.popleft()[1])
-
-    @staticmethod
-    def _close(sock: socket.socket) -> None:
-        with suppress(OSError):  # reads what the client sent, since closing with unread bytes would reset the reply
-            socket.socket.recv(sock, 64 * 1024)
-        sock.close()
 
 
 class Listener(ThreadingHTTPServer):
@@ -91,30 +53,20 @@ class Listener(ThreadingHTTPServer):
         self._not_serving.set()
         self._loop: threading.Thread | None = None
         self._shortage_told_at = -math.inf
-        self._uds_inode: tuple[int, int] | None = None
-        self.address_family = socket.AF_UNIX if options.uds else sockets.family_of(options.address)
-        self.request_queue_size = options.backlog
+        # A socket that another process handed over stays open there, and so does the file of a Unix socket.
+        self._own = None if options.listening else sockets.Listening(options.address, options.uds, options.backlog)
+        sock = self._own.sock if self._own else options.listening
+        assert sock is not None
+        self.address_family = sock.family
         # finish_request makes the Connections, which take more arguments than socketserver gives a handler.
         super().__init__(options.address, BaseHTTPRequestHandler, bind_and_activate=False)
+        # socketserver's own socket is never bound. Binding here leaves out HTTPServer's look-up of the host's full
+        # name, which can take long and is not used.
+        self.socket.close()
+        self.socket = sock
+        if sock.family != socket.AF_UNIX:
+            self.server_address = sock.getsockname()
         self._wake_reader, self._wake_writer = socket.socketpair()
-        try:
-            self.server_bind()
-            self.server_activate()
-        except OSError:
-            self.server_close()
-            raise
-
-    def server_bind(self) -> None:
-        """Leaves out HTTPServer's look-up of the host's full name, which can take long and is not used."""
-        options = self._setting.options
-        if options.uds:
-            sockets.bind_uds(self.socket, options.uds)
-            self._uds_inode = sockets.inode_of(options.uds)
-        else:
-            sockets.bind_tcp(self.socket, options.address)
-            self.server_address = self.socket.getsockname()
-        # Otherwise a client that resets between select and accept would block the loop.
-        self.socket.setblocking(False)
 
     def serve_forever(self, poll_interval: float = 0.5) -> None:
         """Returns after ``stop``. Only events wake it, so ``poll_interval`` has no effect."""
@@ -147,7 +99,8 @@ class Listener(ThreadingHTTPServer):
         self._doorstep.clear()
         self._wake_reader.close()
         self._wake_writer.close()
-        self._remove_uds()
+        if self._own is not None:
+            self._own.close()
 
     def get_request(self) -> tuple[Any, Any]:
         """A Channel, which socketserver passes to the methods below as its request, and the client's address."""
@@ -212,10 +165,3 @@ class Listener(ThreadingHTTPServer):
         self._roster.evict()
         # The connection stays in the queue, so without a pause the loop would spin.
         self._stopping.wait(_SHORTAGE_WAIT_S)
-
-    def _remove_uds(self) -> None:
-        path, inode = self._setting.options.uds, self._uds_inode
-        with suppress(FileNotFoundError):  # somebody has removed it already
-            # Not removed if another server now listens there.
-            if path and inode and sockets.inode_of(path) == inode:
-                os.unlink(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -45,6 +46,8 @@ class ServerOptions:
 
     address: tuple[str, int] = ("127.0.0.1", 8080)
     uds: str | None = None
+    # A socket that listens there already and belongs to another process.
+    listening: socket.socket | None = None
     limits: FramingLimits = field(default_factory=FramingLimits)
     access: AccessPolicy = field(default_factory=AccessPolicy)
     # The limit for a whole head (with the TLS handshake); for a whole body; and the lowest speed of an upload, which

@@ -6,7 +6,7 @@ import os
 import socket
 import ssl
 import stat
-from contextlib import closing
+from contextlib import closing, suppress
 
 # How much of a reply the system may hold unsent before a write waits. The default is megabytes; a client that reads
 # slowly then looks for minutes as if it read nothing.
@@ -15,12 +15,43 @@ _MAX_UNSENT_BYTES = 128 * 1024
 _KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPALIVE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
 
 
-def family_of(address: tuple[str, int]) -> socket.AddressFamily:
+class Listening:
+    """A socket that listens, not blocking, and the file that a Unix socket has. Raises OSError.
+
+    ``uds``, the path of a Unix socket, replaces ``address``.
+    """
+
+    def __init__(self, address: tuple[str, int], uds: str | None, backlog: int) -> None:
+        self._uds = uds
+        self._inode: tuple[int, int] | None = None
+        self.sock = socket.socket(socket.AF_UNIX if uds else _family_of(address), socket.SOCK_STREAM)
+        try:
+            if uds:
+                _bind_uds(self.sock, uds)
+                self._inode = _inode_of(uds)
+            else:
+                _bind_tcp(self.sock, address)
+            self.sock.listen(backlog)
+        except OSError:
+            self.close()
+            raise
+        # Otherwise a client that resets between select and accept would block the loop.
+        self.sock.setblocking(False)
+
+    def close(self) -> None:
+        """Closes the socket, and removes its file unless another server now listens there."""
+        self.sock.close()
+        with suppress(FileNotFoundError):  # somebody has removed it already
+            if self._uds and self._inode and _inode_of(self._uds) == self._inode:
+                os.unlink(self._uds)
+
+
+def _family_of(address: tuple[str, int]) -> socket.AddressFamily:
     host, port = address
     return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
 
 
-def bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
+def _bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
     # A restart must not wait until the system forgets the connections of the last run.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sock.family == socket.AF_INET6 and address[0] == "::":
@@ -28,7 +59,7 @@ def bind_tcp(sock: socket.socket, address: tuple[str, int]) -> None:
     sock.bind(address)
 
 
-def bind_uds(sock: socket.socket, path: str) -> None:
+def _bind_uds(sock: socket.socket, path: str) -> None:
     _remove_stale(path)
     # With a later chmod, the socket would be open to everybody for a moment.
     mask = os.umask(0o177)
@@ -52,7 +83,7 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
 
 
-def inode_of(path: str) -> tuple[int, int]:
+def _inode_of(path: str) -> tuple[int, int]:
     status = os.lstat(path)
     return status.st_dev, status.st_ino
 

@@ -66,7 +66,7 @@ ORDER = {
     "text/calls": "values literals shapes readers json_reader xml_reader harmony forced descriptions registry",
     "text/templates": "call_forms probe_words turn_forms tools_as_text forms probe kept rendering",
     "wire": "framing sockets access request_log server_options channel body sse reply connections admission body_budget"
-    " request_reader exchange connection listener server",
+    " request_reader exchange connection doorstep listener server",
 }
 MAY_IMPORT_MLX = {
     "engine/generate/batch.py",
