@@ -1,15 +1,29 @@
 """The ``mlx-serve`` command, and ``python -m mlx_serve``. Imports nothing before signals are as they should be."""
 
+import os
 import signal
+import sys
 from typing import NoReturn
 
 
 def run() -> NoReturn:
     """Until all is imported there is nothing to tidy up: Ctrl-C ends the process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from mlx_serve.commands import COMMANDS, server_flags
+    from mlx_serve.supervise import child, start
+
+    # Before the server's modules are imported: a parent needs none of them.
+    argv = sys.argv[1:]
+    settings = None if argv and argv[0] in COMMANDS else start.wanted(server_flags(argv), os.environ)
+    if settings is not None:
+        from mlx_serve.supervise import parent
+
+        parent.run(settings)
+    # A parent waits for the first beat, and what follows takes seconds to import.
+    supervisor = child.join()
     from mlx_serve import cli
 
-    cli.run()
+    cli.run(supervisor)
 
 
 if __name__ == "__main__":

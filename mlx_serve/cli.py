@@ -19,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from mlx_serve import blas, logs, serve, signals
-from mlx_serve.commands import COMMANDS, WORDS
+from mlx_serve.commands import COMMANDS, WORDS, server_flags
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.backend import EngineLost
@@ -29,6 +29,7 @@ from mlx_serve.settings import config, http
 from mlx_serve.settings import ranks as ranked
 from mlx_serve.settings.config import Config
 from mlx_serve.settings.flags import did_you_mean
+from mlx_serve.supervise.child import Supervisor
 from mlx_serve.values import StartError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ log = logging.getLogger("mlx_serve")
 _OTHER_DESCRIPTORS = 256
 
 
-def run() -> NoReturn:
+def run(supervisor: Supervisor | None = None) -> NoReturn:
     """The console script: runs ``main``, then exits without the interpreter's finalization.
 
     Before Python 3.13, a join can return while its thread is still ending. MLX then frees the thread's data, for which
@@ -54,7 +55,7 @@ def run() -> NoReturn:
     try:
         # Shells start background jobs with SIGINT ignored. The default handler lets SIGINT end the sub-commands.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        status = main()
+        status = main(supervisor=supervisor)
     except SystemExit as usage:  # argparse's --help, --version and usage errors; SIGTERM during start-up
         status = usage.code if isinstance(usage.code, int) else 1
     except KeyboardInterrupt:  # before ``signals`` installs its handler: while a model is downloaded or built
@@ -68,8 +69,8 @@ def run() -> NoReturn:
     os._exit(status)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the ``mlx-serve`` command and return the exit status."""
+def main(argv: Sequence[str] | None = None, supervisor: Supervisor | None = None) -> int:
+    """Run the ``mlx-serve`` command and return the exit status. ``supervisor``: the parent that holds the port."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
@@ -79,10 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mlx-serve: {mistyped}", file=sys.stderr)
         return 2
     try:
-        settings = config.from_args(_flags(argv))
+        settings = config.from_args(server_flags(argv))
     except StartError as error:
         return _refuse(error)
-    logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format))
+    copy = supervisor.logged if supervisor is not None else None
+    logs.configure(settings.log_level, cast('Literal["text", "json"]', settings.log_format), copy=copy)
     library = blas.preload_openblas()
     if library is not None:
         log.info("MLX's CPU backend uses OpenBLAS (%s)", library)
@@ -90,7 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = ranked.join()
         catalog, store = serve.open_models(settings, ranks)
         if ranks is None:
-            serve_until(threading.Event(), settings, catalog, store)
+            serve_until(threading.Event(), settings, catalog, store, supervisor=supervisor)
+        elif supervisor is not None:
+            # The other ranks would wait for the old process of this one.
+            raise StartError("--supervise does not work with several ranks: start them all again when one has ended")
         else:
             _serve_or_follow(settings, catalog, store, ranks)
     except (StartError, EngineLost, demo.DemoError, NotAModelError) as error:
@@ -106,14 +111,6 @@ def _no_command(argv: Sequence[str]) -> str:
     return f"no command {word!r}" + (
         did_you_mean(word, WORDS) or f": there are {', '.join(WORDS)}; `mlx-serve serve {word}` serves a model"
     )
-
-
-def _flags(argv: list[str]) -> list[str]:
-    """The server's flags. A model may come first, with or without "serve", as for ``vllm serve MODEL``."""
-    if argv == ["version"]:
-        return ["--version"]
-    argv = argv[argv[:1] == ["serve"] :]
-    return ["--model", *argv] if argv and not argv[0].startswith("-") else argv
 
 
 def _refuse(error: Exception) -> int:
@@ -134,7 +131,12 @@ def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, rank
 
 
 def serve_until(
-    stop: threading.Event, settings: Config, catalog: Catalog, models: serve.Models, peers: Leader | None = None
+    stop: threading.Event,
+    settings: Config,
+    catalog: Catalog,
+    models: serve.Models,
+    peers: Leader | None = None,
+    supervisor: Supervisor | None = None,
 ) -> None:
     """Serve until ``stop`` is set, by a signal or otherwise.
 
@@ -142,11 +144,18 @@ def serve_until(
     """
     _raise_descriptor_limit(settings.max_connections)
     signals.stop_on_signals(stop)
-    with serve.configured(settings, catalog, models, peers=peers, on_fault=stop.set) as server:
+    listening = supervisor.listening if supervisor is not None else None
+    with serve.configured(
+        settings, catalog, models, peers=peers, on_fault=stop.set, listening=listening, observer=supervisor
+    ) as server:
+        if supervisor is not None:
+            supervisor.serving(server.scheduler)
         _warn_of_strangers(settings)
         server.wait_until_ready(stop)
         if not stop.is_set():
             log.info("%s", ready_line(settings, catalog, server.url))
+            if supervisor is not None:
+                supervisor.ready()
             _warn_of_nothing(catalog)
         stop.wait()
         server.drain(settings.drain_timeout)

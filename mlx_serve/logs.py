@@ -34,9 +34,16 @@ _FILE_MODE = 0o600
 Sink: TypeAlias = Callable[[str], None]
 
 
-def configure(level: str, form: Literal["text", "json"], environ: Mapping[str, str] = os.environ) -> None:
-    """Set up logging for the whole process."""
+def configure(
+    level: str,
+    form: Literal["text", "json"],
+    environ: Mapping[str, str] = os.environ,
+    copy: Callable[[str], None] | None = None,
+) -> None:
+    """Set up logging for the whole process. ``copy`` gets each line too."""
     sink, fault = _sink(environ.get("MLX_SERVE_LOG_FILE", ""))
+    if copy is not None:
+        sink = _copying(sink, copy)
     handler = PatientHandler(sink)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
@@ -65,6 +72,14 @@ def _sink(path: str) -> tuple[Sink, str]:
         except OSError as error:
             return _stderr(), f"cannot write the log to {path}: {error.strerror}"
     return _stderr(), ""
+
+
+def _copying(sink: Sink, copy: Callable[[str], None]) -> Sink:
+    def write(line: str) -> None:
+        copy(line)
+        sink(line)
+
+    return write
 
 
 def _stderr() -> Sink:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from threading import Lock
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from mlx_serve.values import Job
 
@@ -130,11 +130,22 @@ class ErrorEntry:
         return (self.route, self.status, self.reason) == (other.route, other.status, other.reason)
 
 
+class Observer(Protocol):
+    """Is told of requests while they run, on their own threads. It must neither wait nor raise."""
+
+    def entered(self, trace: Trace, jobs: Sequence[Job]) -> None:
+        """A request's jobs are about to be queued."""
+
+    def left(self, trace: Trace) -> None:
+        """A request has ended, or was not taken."""
+
+
 class Metrics:
     """Everything that is counted, the requests that run, and the latest errors."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, observer: Observer | None = None) -> None:
         self.clock = clock
+        self.observer = observer
         self.began = clock()
         model: Labels = ("model_name",)
         self.http_requests = Counter("http_requests", "HTTP requests answered.", ("method", "route", "status"))
@@ -242,6 +253,16 @@ class Trace:
         """Of the prompt tokens, those that are in the KV caches so far."""
         return sum(job.n_prefilled for job in self.jobs)
 
+    def submitting(self, jobs: Sequence[Job]) -> None:
+        """The engine is about to get the request's sequences: from here on, they may be what ends the process."""
+        if self.metrics.observer is not None:
+            self.metrics.observer.entered(self, jobs)
+
+    def refused(self) -> None:
+        """The engine has not taken them."""
+        if self.metrics.observer is not None:
+            self.metrics.observer.left(self)
+
     def queued(self, jobs: Sequence[Job] = ()) -> None:
         """The engine has taken the request's sequences."""
         self.submitted_at = self.metrics.clock()
@@ -289,6 +310,8 @@ class Trace:
         self._open = False
         metrics = self.metrics
         metrics.leave(self)
+        if metrics.observer is not None:
+            metrics.observer.left(self)
         if n_left := self.n_sequences - self._n_ended:
             metrics.finished.add(n_left, self.model, "error" if failed else "abort")
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.ranks.leader import Leader
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
+from mlx_serve.metrics import Metrics, Observer
 from mlx_serve.settings import http
 from mlx_serve.settings import models as model_options
 from mlx_serve.settings import ranks as ranked
@@ -176,14 +178,19 @@ def configured(
     *,
     peers: Leader | None = None,
     on_fault: Callable[[], None] = lambda: None,
+    listening: socket.socket | None = None,
+    observer: Observer | None = None,
 ) -> AbstractContextManager[Running]:
-    """The server that the settings describe, as ``running`` gives it. Raises StartError."""
+    """The server that the settings describe, as ``running`` gives it. Raises StartError.
+
+    ``listening``: the socket that it accepts on, if another process holds it. ``observer`` is told of all requests.
+    """
     return running(
         catalog,
         models,
-        http.options(settings),
+        replace(http.options(settings), listening=listening),
         limits=limits(settings),
-        services=services(settings),
+        services=partial(services(settings), metrics=Metrics(observer=observer)),
         first_model=catalog.default.name if catalog.default is not None else None,
         peers=peers,
         on_fault=on_fault,

@@ -17,6 +17,9 @@ from types import FrameType
 
 _log = logging.getLogger("mlx_serve")
 
+# The end that the C handler writes to. It has to stay open, and there is one for a process.
+_theirs: socket.socket | None = None
+
 
 @contextmanager
 def unwinding() -> Iterator[None]:
@@ -41,6 +44,21 @@ def _exit(number: int, _: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
+def deliveries() -> socket.socket:
+    """A socket from which the number of each SIGINT, SIGTERM and SIGHUP can be read, a byte each, from now on.
+
+    Call it on the main thread. Python's C handler writes the bytes.
+    """
+    global _theirs
+    ours, _theirs = socket.socketpair()
+    _theirs.setblocking(False)
+    signal.set_wakeup_fd(_theirs.fileno())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    return ours
+
+
 def stop_on_signals(stop: threading.Event) -> None:
     """SIGINT and SIGTERM set ``stop``; after that, another one ends the process at once.
 
@@ -50,33 +68,28 @@ def stop_on_signals(stop: threading.Event) -> None:
     A thread handles the signals by reading what Python's C handler writes. A Python handler would run in the main
     thread, and a signal that arrives just before that thread blocks on a lock does not wake it.
     """
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    signal.set_wakeup_fd(theirs.fileno())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)
-    had_terminal = _has_terminal()
-    args = (ours, theirs, stop, had_terminal)
+    numbers = deliveries()
+    had_terminal = has_terminal()
+    args = (numbers, stop, had_terminal)
     threading.Thread(target=_watch, args=args, name="signals", daemon=True).start()
 
 
-def _watch(ours: socket.socket, _theirs: socket.socket, stop: threading.Event, had_terminal: bool) -> None:
+def _watch(numbers: socket.socket, stop: threading.Event, had_terminal: bool) -> None:
     was_told = False
     while True:
-        number = ours.recv(1)[0]
+        number = numbers.recv(1)[0]
         if number != signal.SIGHUP:
             if was_told:
                 os._exit(128 + number)
             was_told = True
             stop.set()
-        elif had_terminal and not _has_terminal():
+        elif had_terminal and not has_terminal():
             stop.set()
         else:
             _log.warning("SIGHUP changes nothing: the server reads settings, keys and certificates only when it starts")
 
 
-def _has_terminal() -> bool:
+def has_terminal() -> bool:
     """Whether the process has a controlling terminal. If it closes, nobody is left to end the process by hand."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK))

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Trace
-from mlx_serve.values import ClientGone, Event, Failed, Job, Started, TokenEvent
+from mlx_serve.values import ApiError, ClientGone, Event, Failed, Job, Started, TokenEvent
 
 # The longest time until the server notices that a client has left.
 ALIVE_EVERY_S = 0.25
@@ -42,7 +42,12 @@ class RunningJobs:
     def submit(self, wait_s: float) -> None:
         """Queue the jobs and wait, up to a limit, until the first of them runs or fails. Raises ApiError."""
         jobs = list(self._jobs.values())
-        self._scheduler.submit(jobs)
+        self._trace.submitting(jobs)
+        try:
+            self._scheduler.submit(jobs)
+        except ApiError:
+            self._trace.refused()
+            raise
         self._trace.queued(jobs)
         try:
             self.first = self._wait(wait_s)

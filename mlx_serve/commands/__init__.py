@@ -3,6 +3,8 @@
 Each is a module with ``main(argv) -> exit status`` and ``parser()``, imported when it is called.
 """
 
+from __future__ import annotations
+
 COMMANDS: dict[str, str] = {
     "bench": "mlx_serve.commands.bench.command",
     "chat": "mlx_serve.commands.chat",
@@ -15,3 +17,11 @@ COMMANDS: dict[str, str] = {
 WORDS = sorted([*COMMANDS, "help", "serve", "version"])
 # These also take the server's flags.
 WITH_SERVER_FLAGS = frozenset({"doctor", "models", "serve"})
+
+
+def server_flags(argv: list[str]) -> list[str]:
+    """The server's flags. A model may come first, with or without "serve", as for ``vllm serve MODEL``."""
+    if argv == ["version"]:
+        return ["--version"]
+    argv = argv[argv[:1] == ["serve"] :]
+    return ["--model", *argv] if argv and not argv[0].startswith("-") else argv

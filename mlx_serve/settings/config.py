@@ -33,7 +33,7 @@ from mlx_serve.settings.flags import (
 from mlx_serve.values import StartError
 
 _MODEL, _MEMORY, _SAMPLING, _BATCH = "model", "memory", "sampling defaults", "batching and caches"
-_HTTP, _ACCESS, _LIMITS, _LOG = "address", "access", "limits and time-outs", "logging"
+_HTTP, _ACCESS, _LIMITS, _SERVICE, _LOG = "address", "access", "limits and time-outs", "service", "logging"
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +211,26 @@ class Config:
     )
     drain_timeout: float = flag(
         _LIMITS, 30.0, "seconds for running requests to end after SIGTERM or Ctrl-C", parse=float, low=0
+    )
+
+    supervise: bool = flag(
+        _SERVICE,
+        False,
+        "run the server in a second process, and start it again when it dies or hangs; the port stays open",
+    )
+    restart_grace: float = flag(
+        _SERVICE,
+        15.0,
+        "with --supervise: seconds that connections wait for the next process before they get 503",
+        parse=float,
+        low=0,
+    )
+    hang_timeout: float = flag(
+        _SERVICE,
+        180.0,
+        "with --supervise: seconds after which a step that takes far longer than usual ends the process; 0: never",
+        parse=float,
+        low=0,
     )
 
     log_level: str = flag(
