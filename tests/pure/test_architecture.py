@@ -50,7 +50,7 @@ ORDER = {
     "client": "events place errors answer connection",
     "commands": "terminal model_list models chat bench doctor service completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
-    "commands/doctor": "finding checks command",
+    "commands/doctor": "finding checks crashes command",
     "commands/service": "files command",
     "demo": "gguf model",
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"

@@ -16,7 +16,14 @@ from mlx_serve.commands.service.files import Service
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAC = Service(
     label="org.mlx-serve",
-    command=("/opt/mlx-serve/bin/mlx-serve", "--model", "/Users/llm/models/Qwen3-4B-4bit", "--port", "8080"),
+    command=(
+        "/opt/mlx-serve/bin/mlx-serve",
+        "--model",
+        "/Users/llm/models/Qwen3-4B-4bit",
+        "--port",
+        "8080",
+        "--supervise",
+    ),
     user="llm",
     group="staff",
     home=PurePosixPath("/Users/llm"),
@@ -25,7 +32,7 @@ MAC = Service(
 )
 LINUX = Service(
     label="org.mlx-serve",
-    command=("/opt/mlx-serve/bin/mlx-serve", "--model", "/srv/models/Qwen3-4B", "--port", "8080"),
+    command=("/opt/mlx-serve/bin/mlx-serve", "--model", "/srv/models/Qwen3-4B", "--port", "8080", "--supervise"),
     user="mlx-serve",
     group="mlx-serve",
     home=PurePosixPath("/var/lib/mlx-serve"),
@@ -60,6 +67,13 @@ def run(capsys, *argv):
 )
 def test_the_examples_are_what_is_written(file, text):
     assert (EXAMPLES / file).read_text() == text
+
+
+def test_a_service_is_supervised_unless_the_flags_say_otherwise(capsys, anybody):
+    for flags, last in ([], "--supervise"), (["--no-supervise"], "--no-supervise"), (["--supervise"], "--supervise"):
+        _, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--dry-run", "--", "--demo", *flags)
+        line = next(line for line in out.splitlines() if line.startswith("ExecStart"))
+        assert line.endswith(f"--demo {last}")
 
 
 # launchd
@@ -132,7 +146,7 @@ def test_a_dry_run_prints_and_writes_nothing(capsys, tmp_path, monkeypatch, anyb
     status, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--dry-run", "--", "--demo", "--port", "1")
     assert status == 0
     assert "/etc/systemd/system/mlx-serve.service" in out
-    assert "--demo --port 1\n" in out
+    assert "--demo --port 1 --supervise\n" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,9 +178,9 @@ def test_paths_of_the_flags_are_made_whole(capsys, tmp_path, monkeypatch, anybod
     _, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--dry-run", "--", *flags)
     line = next(line for line in out.splitlines() if line.startswith("ExecStart"))
     whole = f"--model {tmp_path}/model --api-key-file={tmp_path}/keys --uds {tmp_path}/s"
-    assert line.endswith(f"{whole} --model-dir {tmp_path}/a:{tmp_path}/b")
+    assert line.endswith(f"{whole} --model-dir {tmp_path}/a:{tmp_path}/b --supervise")
     _, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--dry-run", "--", "--model", "owner/name")
-    assert "--model owner/name\n" in out
+    assert "--model owner/name --supervise\n" in out
 
 
 def test_what_is_refused(capsys, monkeypatch, anybody):

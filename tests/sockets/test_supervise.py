@@ -33,8 +33,13 @@ def test_no_connection_is_refused_whatever_kills_the_server(tmp_path):
             server.wait_for("ready:", n + 1)
             assert server.children() == ["S"]
             assert server.descriptors() == n_descriptors
-        said = [(report["ended"], len(report["requests"])) for report in server.reports()]
-        assert said == [("signal SIGKILL", 4), ("signal SIGABRT", 4), ("signal SIGSEGV", 4)]
+        assert [report["ended"] for report in server.reports()] == [
+            "signal SIGKILL",
+            "signal SIGABRT",
+            "signal SIGSEGV",
+        ]
+        # The streams, and what the dying process had accepted since.
+        assert all(len(report["requests"]) >= 4 for report in server.reports())
         # The stack of the process that aborted is in the log.
         assert server.logged("Fatal Python error: Aborted")
         status = Path(f"/proc/{server.process.pid}/status").read_text()
@@ -47,7 +52,7 @@ def test_a_process_that_hangs_is_replaced(tmp_path):
         for n, hangs in enumerate([lambda: server.kill(signal.SIGSTOP), lambda: server.ask("please hang")], start=1):
             old = server.child
             hangs()
-            assert server.ask()[0] == 200
+            assert server.answered()
             assert not is_alive(old)
             server.wait_for("ready:", n + 1)
         stopped, hung = server.reports()
@@ -63,7 +68,7 @@ def test_a_request_that_runs_at_two_deaths_in_a_row_is_named_without_its_text(tm
         server.wait_for("running at the death before, too: id=req_\\w+ model=fake prompt_tokens=19 max_tokens=1000")
         assert "secret" not in json.dumps(server.reports())
         # A parent that is gone takes the server with it.
-        server.wait_for("ready:", 3)
+        assert server.ask()[0] == 200
         pid = server.child
         server.process.kill()
         until(lambda: not is_alive(pid), "the end of the server process")

@@ -17,7 +17,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve.commands import model_list
-from mlx_serve.commands.doctor import checks
+from mlx_serve.commands.doctor import checks, crashes
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
 from mlx_serve.commands.terminal import bytes_text
@@ -77,6 +77,7 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.address(settings)
     yield from checks.secret_files(settings)
     yield from checks.cache_dir(settings)
+    yield from crashes.findings(os.environ)
     yield from about_models
     for model in models:
         about = probe if model is first else checks.probe(model, _flags(settings))

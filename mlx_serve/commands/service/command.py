@@ -137,10 +137,12 @@ def service_of(given: argparse.Namespace, flags: Sequence[str], environ: Mapping
     if user == "root":
         raise UsageError("the server does not need root: name a user with --run-as")
     program, needed = _program()
+    # A service keeps its port when the server process dies, unless the flags say otherwise.
+    supervise = () if {"--supervise", "--no-supervise"} & set(flags) else ("--supervise",)
     library = Path(home if given.for_user else "/") / "Library/Logs/mlx-serve"
     return Service(
         label=given.label,
-        command=(*program, *_absolute(flags)),
+        command=(*program, *_absolute(flags), *supervise),
         user=user,
         group=group,
         home=home,
