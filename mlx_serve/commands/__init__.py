@@ -12,11 +12,12 @@ COMMANDS: dict[str, str] = {
     "doctor": "mlx_serve.commands.doctor.command",
     "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
+    "selftest": "mlx_serve.commands.selftest.command",
 }
 # With "serve", or with none of these, ``mlx-serve`` starts the server.
 WORDS = sorted([*COMMANDS, "help", "serve", "version"])
 # These also take the server's flags.
-WITH_SERVER_FLAGS = frozenset({"doctor", "models", "serve"})
+WITH_SERVER_FLAGS = frozenset({"doctor", "models", "selftest", "serve"})
 
 
 def server_flags(argv: list[str]) -> list[str]:

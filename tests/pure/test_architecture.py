@@ -48,9 +48,10 @@ ORDER = {
     " endpoints",
     "api/status": "prometheus stats page health",
     "client": "events place errors answer connection",
-    "commands": "terminal model_list models chat bench doctor service completion",
+    "commands": "terminal model_list models chat bench doctor service selftest completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
     "commands/doctor": "finding checks crashes command",
+    "commands/selftest": "server checks command",
     "commands/service": "files command",
     "demo": "gguf model",
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"

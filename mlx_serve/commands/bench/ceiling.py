@@ -61,6 +61,7 @@ class Ceiling:
     ) -> Offline:
         """Generates greedily, ``batch_size`` sequences at a time. Raises CeilingError."""
         task = {
+            "kind": "rate",
             "prompts": list(prompts),
             "batch_size": batch_size,
             "max_tokens": max_tokens if isinstance(max_tokens, int) else list(max_tokens),
@@ -68,6 +69,14 @@ class Ceiling:
             "warm_up": warm_up,
             "template_options": dict(template_options or {}),
         }
+        return Offline(**self._ask(task))
+
+    def texts(self, prompts: Sequence[str], max_tokens: Sequence[int]) -> list[str]:
+        """The greedy continuation of each prompt, generated alone. Raises CeilingError."""
+        found: list[str] = self._ask({"kind": "texts", "prompts": list(prompts), "max_tokens": list(max_tokens)})
+        return found
+
+    def _ask(self, task: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -79,7 +88,7 @@ class Ceiling:
         if not line:
             self._process.wait()  # so that its stderr comes first
             raise CeilingError("the offline process ended early; its error message is above")
-        return Offline(**json.loads(line))
+        return json.loads(line)
 
 
 @contextmanager

@@ -32,7 +32,20 @@ def main() -> None:
         path = ensure_demo_model() if sys.argv[1] == "demo" else sys.argv[1]
         model, tokenizer = load(str(path))[:2]
         for line in sys.stdin:
-            print(json.dumps(run(model, tokenizer, json.loads(line))), file=replies, flush=True)
+            task = json.loads(line)
+            answer = texts if task["kind"] == "texts" else run
+            print(json.dumps(answer(model, tokenizer, task)), file=replies, flush=True)
+
+
+def texts(model: Any, tokenizer: Any, task: dict[str, Any]) -> list[str]:
+    """The greedy continuation of each prompt, generated alone. Without control tokens, which no server sends."""
+    from mlx_lm import stream_generate
+
+    found = []
+    for prompt, limit in zip(task["prompts"], task["max_tokens"], strict=True):
+        ids = [response.token for response in stream_generate(model, tokenizer, prompt, max_tokens=limit)]
+        found.append(tokenizer.decode(ids, skip_special_tokens=True))
+    return found
 
 
 def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:

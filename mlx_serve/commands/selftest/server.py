@@ -1,0 +1,83 @@
+"""The server that is tested: a child process with the user's flags, on a port of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from mlx_serve.client.place import Place, place
+
+_READY = re.compile(r"ready: (http://\S+)")
+_STOP_TIMEOUT_S = 60.0
+# How much of a failed server's log is shown.
+_MOST_LINES = 20
+
+
+class ServerError(Exception):
+    """The server did not start. The text is the end of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class TestedServer:
+    """A running server: its address with a key, and its process."""
+
+    where: Place
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def serving(flags: Sequence[str], log: IO[str]) -> Iterator[TestedServer]:
+    """Starts a server, and ends it when the block ends. Its log goes to ``log``. Raises ServerError."""
+    # In the environment, where no other user can read it.
+    key = secrets.token_hex(16)
+    process = subprocess.Popen(  # noqa: S603 - this package's module and the user's flags
+        [sys.executable, "-P", "-m", "mlx_serve", *flags, "--host", "127.0.0.1", "--port", "0"],
+        stderr=log,
+        text=True,
+        env={**os.environ, "MLX_SERVE_API_KEY": key},
+        process_group=0,  # Ctrl-C interrupts only this process, which then ends the server
+    )
+    try:
+        yield TestedServer(place(_address(process, log), key), process)
+    finally:
+        _end(process)
+
+
+def _address(process: subprocess.Popen[str], log: IO[str]) -> str:
+    """Waits for the ready line. Raises ServerError."""
+    with open(log.name, encoding="utf-8", errors="replace") as lines:
+        seen: list[str] = []
+        while process.poll() is None:
+            line = lines.readline()
+            if not line:
+                wait(process)
+                continue
+            seen.append(line)
+            if found := _READY.search(line):
+                return found[1]
+        raise ServerError("".join([*seen, *lines][-_MOST_LINES:]).strip() or "the server ended without a word")
+
+
+def wait(process: subprocess.Popen[str], seconds: float = 0.1) -> None:
+    """Waits for a process, or for so long."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
