@@ -22,6 +22,8 @@ from mlx_serve.values import Job
 Labels: TypeAlias = tuple[str, ...]
 Phase: TypeAlias = Literal["queued", "prefill", "decoding"]
 
+# How a sequence can end; abort: its client left, error: the server failed.
+FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error")
 MAX_SERIES = 512
 # Number of latest observations: a live view shows the present, not the time since the start.
 N_RECENT = 512
@@ -53,6 +55,7 @@ class Counter:
         self._sums: dict[Labels, float] = {}
 
     def add(self, n: float, *values: str) -> None:
+        """Add to one of the sums. Adding 0 shows it from now on: a rate needs a value before the first increase."""
         with self._lock:
             key = _bounded(self._sums, values)
             self._sums[key] = self._sums.get(key, 0.0) + n
@@ -147,6 +150,7 @@ class Metrics:
         self.clock = clock
         self.observer = observer
         self.began = clock()
+        self.started_at = time.time()
         model: Labels = ("model_name",)
         self.http_requests = Counter("http_requests", "HTTP requests answered.", ("method", "route", "status"))
         self.refusals = Counter("request_refusals", "Requests refused or failed, by the error's code.", ("reason",))
@@ -178,6 +182,13 @@ class Metrics:
         self._traces: dict[Trace, None] = {}
         self._errors: deque[ErrorEntry] = deque(maxlen=N_ERRORS)
         self._lock = Lock()
+
+    def know_model(self, name: str) -> None:
+        """Show the model's counters from now on."""
+        for reason in FINISH_REASONS:
+            self.finished.add(0, name, reason)
+        for counter in (self.prompt_tokens, self.cached_tokens, self.generation_tokens):
+            counter.add(0, name)
 
     def counters(self) -> list[Counter]:
         return [value for value in vars(self).values() if isinstance(value, Counter)]

@@ -49,6 +49,7 @@ class Api:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        stats.begin(services.metrics)
         # The page needs no key: it holds no data, and sends the key with its own requests.
         page = [Route("GET", path, _file, is_open=True) for path in services.page]
         self._table = RouteTable([*page, *ROUTES])

@@ -255,7 +255,8 @@ class Exchange:
             route=self._target.name,
         )
         options = self._setting.options
-        is_routine = self._target.is_quiet and entry.status < 400
+        # A 503 of such a route is what was asked for: how the server is.
+        is_routine = self._target.is_quiet and (entry.status < 400 or entry.status == 503)
         log_request(entry, options.log_format, logging.DEBUG if is_routine else logging.INFO)
         options.on_end(entry)
 

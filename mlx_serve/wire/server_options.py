@@ -29,7 +29,7 @@ class Target:
     bodiless: frozenset[str] = frozenset()
     # Answered without a key, and while the server drains.
     is_open: bool = False
-    # Machines poll this route every few seconds: its log lines have level DEBUG, unless the request failed.
+    # Machines poll this route every few seconds: its log lines have level DEBUG, unless the request was wrong.
     is_quiet: bool = False
 
 

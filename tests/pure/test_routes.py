@@ -67,7 +67,7 @@ def test_what_is_open_without_a_key():
 
 
 def test_what_is_quiet_in_the_log():
-    assert {route.path for route in ROUTES if route.is_quiet} == {"/stats", "/metrics"}
+    assert {route.path for route in ROUTES if route.is_quiet} == {"/stats", "/metrics", "/health", "/ready"}
     assert targets()("/v1/stats").is_quiet
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import mlx_serve
+from mlx_serve.api.status.stats import REASONS
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.metrics import Metrics
+from mlx_serve.metrics import FINISH_REASONS, Metrics
 from mlx_serve.testing import ENTRY, FakeBackend
 from mlx_serve.values import ApiError, EngineStats, ModelStats
 from mlx_serve.wire.access import AccessPolicy
@@ -148,8 +150,9 @@ def test_the_progress_of_a_prefill_is_shown():
                 assert stats(server)["requests"][0]["prefilled_tokens"] == 0
                 steps.allowed.release(2)
                 until(lambda: stats(server)["requests"][0]["prefilled_tokens"] == 8, "two slices of the prompt")
+                until(lambda: phases(server) == ["prefill"], "its first event")
                 (request,) = stats(server)["requests"]
-                assert (request["phase"], request["prompt_tokens"]) == ("prefill", N_PROMPT)
+                assert request["prompt_tokens"] == N_PROMPT
                 assert request["output_tokens"] == 0
                 steps.allowed.release(2)
                 until(lambda: phases(server) == ["decoding"], "the first token")
@@ -363,7 +366,7 @@ def test_without_prometheus_client_it_says_what_to_install():
     code += "from mlx_serve.api.status.prometheus import respond\n"
     code += "from mlx_serve.values import ApiError, EngineStats\n"
     code += "from mlx_serve.metrics import Metrics\n"
-    code += "try:\n    respond(Metrics(), EngineStats(), 'ok')\n"
+    code += "try:\n    respond(Metrics(), EngineStats(), 'ok', '1')\n"
     code += "except ApiError as error:\n    print(error.status, error.code, error.message)\n"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("501 metrics_not_installed")
@@ -435,3 +438,41 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     families = {name.removesuffix("_bucket") for name in asked}
     assert len(panels) > 10
     assert families <= given
+
+
+def test_every_reason_and_finish_is_shown_from_the_start():
+    with serving() as server:
+        before = samples(server)
+        assert before['mlx_serve:request_refusals_total{reason="rate_limit_exceeded"}'] == 0
+        refusals = [name for name in before if name.startswith("mlx_serve:request_refusals_total")]
+        assert len(refusals) == len(set(REASONS))
+        server.request("POST", CHAT, {"messages": [{"role": "user", "content": "hi"}]})
+        finished = {name: n for name, n in samples(server).items() if name.startswith("mlx_serve:request_success")}
+        assert (len(finished), sum(finished.values())) == (len(FINISH_REASONS), 1)
+
+
+def test_every_code_of_an_error_is_among_the_reasons():
+    sources = [path.read_text() for path in Path(mlx_serve.__file__).parent.rglob("*.py")]
+    codes = {code for source in sources for code in re.findall(r'\bcode="([a-z_]+)"', source)}
+    assert codes <= set(REASONS)
+
+
+def test_how_the_server_is_is_no_failure(caplog):
+    caplog.set_level("INFO", "mlx_serve.access")
+    with serving() as server:
+        server.scheduler.stop()
+        assert [server.request("GET", path)[0] for path in ("/health", "/ready")] == [503, 503]
+        found = stats(server)
+        assert (found["totals"]["refused"], found["errors"]) == (0, [])
+    assert "path=/health" not in caplog.text
+    assert "path=/ready" not in caplog.text
+
+
+def test_metrics_tell_of_the_process_and_its_versions():
+    with serving() as server:
+        found = samples(server)
+    for name in ("process_cpu_seconds_total", "process_start_time_seconds", "process_open_fds", "process_max_fds"):
+        assert found[name] > 0
+    (build,) = [name for name in found if name.startswith("mlx_serve:build_info")]
+    assert 'version="' in build
+    assert found[build] == 1

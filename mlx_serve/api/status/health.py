@@ -52,13 +52,14 @@ def live_stats(services: Services, request: RawRequest) -> Response:
 
 def prometheus_metrics(services: Services, request: RawRequest) -> Response:
     """GET /metrics, in Prometheus's text format. Raises ApiError 501 without prometheus-client."""
-    return prometheus.respond(services.metrics, services.scheduler.stats(), services.scheduler.health().status)
+    status = services.scheduler.health().status
+    return prometheus.respond(services.metrics, services.scheduler.stats(), status, services.version)
 
 
 ROUTES = (
-    Route("GET", "/health", health, is_open=True),
-    Route("GET", "/ready", ready, is_open=True),
-    # The page and Prometheus ask every few seconds.
+    # Routers, the page and Prometheus ask every few seconds.
+    Route("GET", "/health", health, is_open=True, is_quiet=True),
+    Route("GET", "/ready", ready, is_open=True, is_quiet=True),
     Route("GET", "/stats", live_stats, is_quiet=True),
     Route("GET", "/metrics", prometheus_metrics, is_quiet=True),
 )

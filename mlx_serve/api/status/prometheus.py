@@ -5,8 +5,15 @@ The format: https://prometheus.io/docs/instrumenting/exposition_formats/. Names:
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
 from typing import Any
 
 from mlx_serve.metrics import Counter, Histogram, Metrics
@@ -16,6 +23,8 @@ PREFIX = "mlx_serve:"
 # The format is fixed, since every Prometheus reads it. Do not echo a client's requested version in the response header.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# Whose versions build_info tells.
+_PACKAGES = ("mlx", "mlx_lm")
 _GAUGES = {
     "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches can come to."),
     "prefix_cache_bytes": ("prefix_cache_bytes", "Bytes of the KV caches kept for reuse."),
@@ -27,8 +36,11 @@ _GAUGES = {
 }
 
 
-def respond(metrics: Metrics, engine: EngineStats, status: str) -> Response:
-    """Everything that is counted. Raises ApiError 501 when prometheus-client is not installed."""
+def respond(metrics: Metrics, engine: EngineStats, status: str, version: str) -> Response:
+    """Everything that is counted, and what is known of the process.
+
+    Raises ApiError 501 when prometheus-client is not installed.
+    """
     try:
         from prometheus_client import generate_latest, metrics_core
     except ImportError:
@@ -39,7 +51,9 @@ def respond(metrics: Metrics, engine: EngineStats, status: str) -> Response:
             type="server_error",
             code="metrics_not_installed",
         ) from None
-    families = list(_families(metrics_core, metrics, engine, status))
+    for model in engine.models:
+        metrics.know_model(model.name)
+    families = [*_families(metrics_core, metrics, engine, status), *_process(metrics_core, metrics, version)]
     return Response(200, generate_latest(_Collected(families)), CONTENT_TYPE)
 
 
@@ -66,6 +80,27 @@ def _families(core: Any, metrics: Metrics, engine: EngineStats, status: str) -> 
     yield core.GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine's thread lives.", int(status != "stopped"))
     stalled = "1 while a step of the engine's thread takes far longer than steps do."
     yield core.GaugeMetricFamily(PREFIX + "engine_stalled", stalled, int(status == "stalled"))
+
+
+def _process(core: Any, metrics: Metrics, version: str) -> Iterator[Any]:
+    """What Prometheus's clients tell of every process. Their collector knows Linux alone."""
+    yield core.CounterMetricFamily("process_cpu_seconds", "Seconds of processor time.", time.process_time())
+    yield core.GaugeMetricFamily("process_start_time_seconds", "Start, as Unix time.", metrics.started_at)
+    # Listing the folder takes a descriptor of its own.
+    yield core.GaugeMetricFamily("process_open_fds", "Open file descriptors.", len(os.listdir("/dev/fd")) - 1)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    yield core.GaugeMetricFamily("process_max_fds", "The most file descriptors that may be open.", most)
+    build = core.GaugeMetricFamily(PREFIX + "build_info", "1, with versions.", labels=("version", "python", *_PACKAGES))
+    build.add_metric((version, platform.python_version(), *map(_version_of, _PACKAGES)), 1)
+    yield build
+
+
+@cache
+def _version_of(package: str) -> str:
+    try:
+        return version_of(package.replace("_", "-"))
+    except PackageNotFoundError:
+        return ""
 
 
 def _counter(core: Any, counter: Counter) -> Any:

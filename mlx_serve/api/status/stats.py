@@ -30,6 +30,25 @@ _REFUSED = {
     417: "expectation_failed",
     431: "headers_too_large",
 }
+# All reasons of refusals and failures: the errors' codes, and their types where they have no code.
+REASONS = (
+    *_REFUSED.values(),
+    *("refused", "server_error", "invalid_request_error", "authentication_error", "permission_error"),
+    *("not_found_error", "rate_limit_error", "overloaded_error"),
+    *("context_length_exceeded", "draining", "host_not_allowed", "invalid_api_key", "kv_cache_exceeded"),
+    *("method_not_supported", "metrics_not_installed", "missing_required_parameter", "model_not_found"),
+    *("model_too_large", "origin_not_allowed", "overloaded", "previous_response_not_found", "queue_timeout"),
+    *("rate_limit_exceeded", "too_many_bytes", "too_many_connections", "too_many_json_values", "too_many_logprobs"),
+    "unsupported_media_type",
+)
+# Their 503 is an answer, and no failure: it says how the server is.
+_STATES = ("/health", "/ready")
+
+
+def begin(metrics: Metrics) -> None:
+    """Show every reason from the start, so that a rate sees the first one too."""
+    for reason in REASONS:
+        metrics.refusals.add(0, reason)
 
 
 def observe(metrics: Metrics, entry: RequestLog) -> None:
@@ -37,6 +56,8 @@ def observe(metrics: Metrics, entry: RequestLog) -> None:
     route = entry.route
     method = entry.method if entry.method in _METHODS else "other"
     metrics.http_requests.add(1, method, route, str(entry.status))
+    if route in _STATES:
+        return
     if entry.status == CLIENT_GONE:
         metrics.cancellations.add(1, route)
     elif reason := _reason(entry):
