@@ -5,11 +5,12 @@ from itertools import chain
 
 import pytest
 
+from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from tests.engine.test_prefixes import Seen, job
-from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, loaded, tiny, tiny_gemma, tiny_lfm2
+from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MODELS = {
     "gpt-oss": lambda: tiny(GPT_OSS),
@@ -159,3 +160,13 @@ def test_the_bytes_of_checkpoints_count(model):
     n_bytes = sum(one.n_bytes for one in entry.checkpoints)
     assert n_bytes > 0
     assert seen.backend.cache_bytes == sum(layer.nbytes for layer in entry.cache) + n_bytes
+
+
+def test_the_bytes_of_a_job_include_its_checkpoints(model):
+    seen = batch(model)
+    seen.run(job([*chain(*(turn(40, seed) for seed in range(9))), *OPENING]))
+    size = measure([model])
+    (entry,) = seen.backend._loaded.prefix_cache._entries
+    assert len(entry.checkpoints) > 2
+    assert entry.n_bytes <= size.bytes(len(entry.ids)) <= 2 * entry.n_bytes + 100_000
+    assert measure([tiny_llama()]).bytes(512) == 512 * measure([tiny_llama()]).layers[0][0] * 2

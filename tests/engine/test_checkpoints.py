@@ -102,6 +102,14 @@ def test_a_checkpoint_of_a_window_holds_no_more_than_the_window():
     assert before - mx.get_active_memory() > 1_000_000
 
 
+def test_of_an_unknown_type_no_checkpoint_is_taken():
+    class Other(RotatingKVCache):
+        """May keep anything."""
+
+    assert take([KVCache(), Other(16)], 30) is None
+    assert take([KVCache(), RotatingKVCache(16)], 30) is not None
+
+
 def made(*positions, n_bytes=10, stops=()):
     return [Checkpoint(n, (), n_bytes, n in stops) for n in positions]
 

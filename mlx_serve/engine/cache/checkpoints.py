@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from mlx_serve.engine.cache.kinds import can_trim, cut_back, is_complete, leaves, snapshot, with_leaves
+from mlx_serve.engine.cache.kinds import can_trim, cut_back, is_complete, kind_of, leaves, snapshot, with_leaves
 
 # Prefilling fewer tokens than this costs little more than the pass that a stop adds.
 MIN_APART = 32
@@ -54,10 +54,14 @@ class Checkpoint:
 
 
 def take(cache: Sequence[Any], n_tokens: int, *, is_stop: bool = False) -> Checkpoint | None:
-    """A checkpoint of a cache that holds ``n_tokens``; None: the cache can always be cut back, and needs none."""
-    layers = tuple(snapshot(layer) for layer in leaves(cache) if not is_complete(layer))
-    if not layers:
+    """A checkpoint of a cache that holds ``n_tokens``.
+
+    None: the cache can always be cut back and needs none, or it has layers of an unknown type, which may be large.
+    """
+    others = [layer for layer in leaves(cache) if not is_complete(layer)]
+    if not others or not all(map(kind_of, others)):
         return None
+    layers = tuple(map(snapshot, others))
     mx.eval([layer.state for layer in layers])
     return Checkpoint(n_tokens, layers, sum(layer.nbytes for layer in layers), is_stop)
 

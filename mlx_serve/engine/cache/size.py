@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.cache.checkpoints import N_FREE, N_MOST, SHARE
-from mlx_serve.engine.cache.kinds import element_bytes, leaves, window
+from mlx_serve.engine.cache.kinds import element_bytes, is_fixed, leaves, window
 
 # mlx-lm's caches grow in steps of so many tokens.
 _STEP = 256
@@ -26,13 +26,15 @@ class KvSize:
     layers: tuple[tuple[float, int | None], ...]
     # The bytes of one number in the cache.
     element_bytes: int = 2
+    # The part of the fixed bytes that each checkpoint has too.
+    state: int = 0
 
     def bytes(self, n_tokens: int) -> int:
         """The bytes for one sequence of ``n_tokens``, with its checkpoints."""
         n = -(-n_tokens // _STEP) * _STEP
         complete = sum(each * n for each, most in self.layers if most is None)
         windows = [(each, most) for each, most in self.layers if most is not None]
-        checkpoint = self.fixed + sum(each * min(n, most) for each, most in windows)
+        checkpoint = self.state + sum(each * min(n, most) for each, most in windows)
         checkpoints = min(N_MOST * checkpoint, max(N_FREE * checkpoint, SHARE * complete))
         return self.fixed + int(
             complete + sum(each * min(n, most + _MAX_CHUNK) for each, most in windows) + checkpoints
@@ -48,14 +50,16 @@ def measure(models: Sequence[Any]) -> KvSize:
     The names of the arrays do not matter. Bytes that grow with the tokens count for each token, all others once.
     """
     shorter, longer = ([layer for model in models for layer in _filled(model, n)] for n in (_STEP, 2 * _STEP))
-    fixed, layers, n_bytes = 0.0, [], 2
+    fixed, state, layers, n_bytes = 0.0, 0.0, [], 2
     for layer, grown in zip(shorter, longer, strict=True):
         each = (grown.nbytes - layer.nbytes) / _STEP
-        fixed += max(0.0, layer.nbytes - each * _STEP)
+        rest = max(0.0, layer.nbytes - each * _STEP)
+        fixed += rest
+        state += rest if is_fixed(layer) else 0
         if each > 0:
             layers.append((each, window(layer)))
             n_bytes = element_bytes(layer)
-    return KvSize(int(fixed), tuple(layers), n_bytes)
+    return KvSize(int(fixed), tuple(layers), n_bytes, int(state))
 
 
 def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
@@ -68,4 +72,4 @@ def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
 def quantized(size: KvSize, bits: int, group_size: int) -> KvSize:
     """The size with ``bits`` bits a number, and a scale and a bias for every ``group_size`` numbers."""
     share = (bits / 8 + 2 * size.element_bytes / group_size) / size.element_bytes
-    return KvSize(size.fixed, tuple((each * share, most) for each, most in size.layers), size.element_bytes)
+    return KvSize(size.fixed, tuple((each * share, most) for each, most in size.layers), size.element_bytes, size.state)
