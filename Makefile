@@ -83,4 +83,4 @@ $(CLIENTS_VENV)/.installed: pyproject.toml $(CLIENTS_BIN)/python
 	touch $@
 
 clean:
-	rm -rf dist $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules $(AGENTS)/node_modules
+	rm -rf dist $(VENV) $(CLIENTS_VENV) $(CLIENTS_NODE)/node_modules $(AGENTS)/node_modules tests/ui/node_modules

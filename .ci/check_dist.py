@@ -110,9 +110,14 @@ def ask(url: str) -> None:
     names = re.findall(r'(?:src|href)="([\w./]+\.\w+)"', page)
     if not names:
         sys.exit(f"not the page at /: {page[:200]}")
-    for name in names:
+    seen = set()
+    while names:
+        name = names.pop()
+        if name in seen:
+            continue
+        seen.add(name)
         with urlopen(f"{url}/{name}", timeout=DEADLINE_S) as reply:
-            reply.read()
+            names += [f"ui/{module}" for module in re.findall(r'from "\./([\w.]+)"', reply.read().decode())]
 
 
 if __name__ == "__main__":

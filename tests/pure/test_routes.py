@@ -56,7 +56,7 @@ def test_of_two_routes_for_one_path_the_first_counts():
 
 def test_what_is_open_without_a_key():
     find = targets(page=page.files())
-    open_paths = {"/", "/health", "/v1/health", "/ready", "/v1/ready", *page.PATHS}
+    open_paths = {"/", "/health", "/v1/health", "/ready", "/v1/ready", *page.files()}
     assert all(find(path).is_open for path in open_paths)
     assert find("/v1//health/").is_open
     assert {route.path for route in ROUTES if route.is_open} == {"/", "/health", "/ready"}

@@ -44,9 +44,9 @@ class Gate:
         self.let(math.inf)
 
     def backend(self, *, endless: bool = False, capacity: int = 32) -> FakeBackend:
-        return FakeBackend(capacity=capacity, answer=_endless if endless else echo, on_step=self._pass)
+        return FakeBackend(capacity=capacity, answer=_endless if endless else echo, on_step=self.wait)
 
-    def _pass(self, _jobs: object) -> None:
+    def wait(self, _jobs: object) -> None:
         with self._changed:
             assert self._changed.wait_for(lambda: self._n_let >= 1, 2 * DEADLINE_S), "nobody let this step"
             self._n_let -= 1

@@ -6,21 +6,22 @@ The files are static and hold no data: what the page shows it asks for as any cl
 from __future__ import annotations
 
 from importlib.resources import files as package_files
+from pathlib import PurePath
 
 from mlx_serve.values import Response
 
-_FILES = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/ui/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/ui/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
-PATHS = frozenset(_FILES)
 
 # The page may use its own files and server alone. Inline code is forbidden: a model's output could become some.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 HEADERS = (
     ("Content-Security-Policy", _POLICY),
@@ -35,9 +36,11 @@ HEADERS = (
 
 
 def files() -> dict[str, Response]:
-    """The page's files by path."""
-    folder = package_files("mlx_serve") / "ui"
-    return {
-        path: Response(200, (folder / name).read_bytes(), content_type, HEADERS)
-        for path, (name, content_type) in _FILES.items()
-    }
+    """The page's files by path: index.html at ``/``, the others below ``/ui/``."""
+    found = {}
+    for file in (package_files("mlx_serve") / "ui").iterdir():
+        # Anything else in the folder is not for browsers.
+        if content_type := _TYPES.get(PurePath(file.name).suffix):
+            path = "/" if file.name == "index.html" else f"/ui/{file.name}"
+            found[path] = Response(200, file.read_bytes(), content_type, HEADERS)
+    return found

@@ -1,0 +1,43 @@
+// Keeps the end of a scrolled box in view while it grows, until the reader scrolls up; again when they are at the end.
+
+const NEAR_PX = 40;
+
+export class Follow {
+  isFollowing = true;
+  #box;
+  #onChange;
+  #top = 0;
+
+  constructor(box, onChange) {
+    this.#box = box;
+    this.#onChange = onChange;
+    box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+  }
+
+  // Something was added.
+  grew() {
+    if (!this.isFollowing) return;
+    this.#box.scrollTop = this.#box.scrollHeight;
+    this.#top = this.#box.scrollTop;
+  }
+
+  toEnd() {
+    this.#set(true);
+    this.grew();
+  }
+
+  // The box grows between a scroll and its event, so only a way up means that the reader has left the end.
+  #scrolled() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#box;
+    const isAtEnd = scrollHeight - scrollTop - clientHeight < NEAR_PX;
+    if (isAtEnd) this.#set(true);
+    else if (scrollTop < this.#top) this.#set(false);
+    this.#top = scrollTop;
+  }
+
+  #set(isFollowing) {
+    if (this.isFollowing === isFollowing) return;
+    this.isFollowing = isFollowing;
+    this.#onChange(isFollowing);
+  }
+}

@@ -1,0 +1,62 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Follow } from "../../mlx_serve/ui/follow.js";
+
+// A box of 100 pixels' height that scrolls.
+function made() {
+  const box = { scrollTop: 0, scrollHeight: 100, clientHeight: 100, addEventListener: (_, listener) => { box.scrolled = listener; } };
+  Object.defineProperty(box, "scrollTop", {
+    get: () => box.top || 0,
+    set: (top) => { box.top = Math.min(top, box.scrollHeight - box.clientHeight); },
+  });
+  const changes = [];
+  const follow = new Follow(box, (isFollowing) => changes.push(isFollowing));
+  const grow = (height) => {
+    box.scrollHeight += height;
+    follow.grew();
+  };
+  const scroll = (top) => {
+    box.scrollTop = top;
+    box.scrolled();
+  };
+  return { box, follow, changes, grow, scroll };
+}
+
+test("the end stays in view while the box grows", () => {
+  const { box, grow, changes } = made();
+  for (let i = 0; i < 5; i += 1) grow(50);
+  assert.equal(box.scrollTop, 250);
+  assert.deepEqual(changes, []);
+});
+
+test("a scroll up ends it, a scroll to the end begins it again", () => {
+  const { box, grow, scroll, changes } = made();
+  grow(500);
+  scroll(300);
+  grow(50);
+  assert.equal(box.scrollTop, 300);
+  scroll(550);
+  grow(50);
+  assert.equal(box.scrollTop, 600);
+  assert.deepEqual(changes, [false, true]);
+});
+
+test("growing between a scroll and its event is no scroll up", () => {
+  const { box, grow, changes } = made();
+  grow(500);
+  box.scrollHeight += 400;
+  box.scrolled();
+  assert.deepEqual(changes, []);
+  grow(0);
+  assert.equal(box.scrollTop, 900);
+});
+
+test("the button goes to the end", () => {
+  const { box, follow, grow, scroll } = made();
+  grow(500);
+  scroll(0);
+  follow.toEnd();
+  assert.equal(box.scrollTop, 500);
+  assert.ok(follow.isFollowing);
+});
