@@ -153,7 +153,7 @@ def serve_until(
         _warn_of_strangers(settings)
         server.wait_until_ready(stop)
         if not stop.is_set():
-            log.info("%s", ready_line(settings, catalog, server.url))
+            log.info("%s", ready_line(settings, catalog, server.url, server.scheduler.stats().wired_limit_bytes))
             if supervisor is not None:
                 supervisor.ready()
             _warn_of_nothing(catalog)
@@ -184,7 +184,7 @@ def _raise_descriptor_limit(n_connections: int) -> None:
         log.warning(text, most, n_connections, wanted)
 
 
-def ready_line(settings: Config, catalog: Catalog, url: str) -> str:
+def ready_line(settings: Config, catalog: Catalog, url: str, wired_bytes: int = 0) -> str:
     """The start-up line for the operator: the address, the models and the limits in force."""
     default = catalog.default
     model = default.name if default is not None else "none yet; loaded on request"
@@ -199,6 +199,8 @@ def ready_line(settings: Config, catalog: Catalog, url: str) -> str:
         f"body {bytes_text(settings.max_body_bytes)}",
         f"{settings.max_connections} connections",
     ]
+    if wired_bytes:
+        limits.append(f"wired memory {bytes_text(wired_bytes)}")
     # A browser can't open the address of all interfaces.
     root = url.removesuffix("v1").replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     page = f" | page: {root}" if settings.ui and url.startswith("http") else ""

@@ -263,6 +263,7 @@ def _store(
     from mlx_serve.engine.generate.single import SingleOptions
     from mlx_serve.engine.models.sharding import Sharding
     from mlx_serve.engine.models.store import ModelStore
+    from mlx_serve.engine.models.wired import WiredLimit, recommended_bytes
 
     tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
     if settings.chat_template:
@@ -282,6 +283,7 @@ def _store(
         budget=memory_budget(settings, n_bytes),
         disk=_disk_cache(settings),
         sharding=Sharding(ranks, settings.pipeline) if ranks is not None else None,
+        wired=WiredLimit(settings.wired_limit, recommended_bytes()),
         progress=report,
     )
 

@@ -408,7 +408,8 @@ class EngineStats:
     """What only the engine knows, at one moment. Counts are of sequences; ``evictions`` is a sum since the start.
 
     ``kv_bytes`` is what the running sequences' KV caches can come to, which is what admission reckons with.
-    ``active_bytes``, ``peak_bytes`` and ``cache_bytes`` are MLX's own figures. 0 also stands for "not known".
+    ``active_bytes``, ``peak_bytes``, ``cache_bytes`` and ``wired_limit_bytes`` are MLX's own figures. 0 also stands for
+    "not known".
     """
 
     waiting: int = 0
@@ -422,3 +423,4 @@ class EngineStats:
     active_bytes: int = 0
     peak_bytes: int = 0
     cache_bytes: int = 0
+    wired_limit_bytes: int = 0

@@ -11,11 +11,12 @@ RESERVE_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """MLX's own figures, in bytes: in use, the most so far, and kept for its next arrays."""
+    """MLX's own figures, in bytes: in use, the most so far, kept for its next arrays, and the wired limit."""
 
     active_bytes: int = 0
     peak_bytes: int = 0
     cache_bytes: int = 0
+    wired_limit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

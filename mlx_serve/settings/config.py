@@ -11,7 +11,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mlx_serve import __version__
 from mlx_serve.paths import expanded
@@ -29,6 +29,7 @@ from mlx_serve.settings.flags import (
     path_list,
     size,
     template_arguments,
+    wired_limit,
 )
 from mlx_serve.values import StartError
 
@@ -98,6 +99,12 @@ class Config:
     )
     kv_cache_bytes: int | None = flag(
         _MEMORY, None, "bytes of KV caches, running and kept; by default what the memory leaves", parse=size, low=1
+    )
+    wired_limit: Literal["weights", "recommended", "none"] | int = flag(
+        _MEMORY,
+        "weights",
+        "bytes that Metal keeps resident: those of the weights, the most that is recommended, none, or a size",
+        parse=wired_limit,
     )
     model_ttl: float | None = flag(
         _MEMORY, None, "seconds after which an unused model is unloaded; by default never", parse=float, low=0

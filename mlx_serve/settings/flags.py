@@ -38,6 +38,11 @@ def size_text(n_bytes: int) -> str:
     return f"{n_bytes // fitting[name]}{name}B" if name else str(n_bytes)
 
 
+def wired_limit(text: str) -> Any:
+    """``weights``, ``recommended``, ``none``, or a size in bytes."""
+    return text if text in ("weights", "recommended", "none") else size(text)
+
+
 def comma_list(text: str) -> tuple[str, ...]:
     """The parts of a comma-separated list, without spaces around them."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
@@ -97,6 +102,7 @@ _TOML_TYPES: dict[Callable[[str], Any], tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),
     float: ((int, float), "a number"),
     penalty: ((int, float), "a number"),
+    wired_limit: ((int, str), "weights, recommended, none or a size"),
     size: ((int, str), "a size (an integer, or a string as '2GB' or '32MiB')"),
     comma_list: ((str, list), "a string or a list of strings"),
     path_list: ((str, list), "a string or a list of strings"),

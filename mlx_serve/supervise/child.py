@@ -36,6 +36,11 @@ _MEMORY_EVERY = 5
 # Messages that the parent has not read. Beyond it they are dropped: nobody here waits for the parent.
 _MAX_UNSENT_BYTES = 1 << 20
 _PR_SET_PDEATHSIG = 1
+# What a message about memory has of the engine's figures.
+_FIGURES = (
+    *("active_bytes", "peak_bytes", "cache_bytes", "weights_bytes", "kv_bytes", "prefix_cache_bytes"),
+    *("wired_limit_bytes", "running", "waiting"),
+)
 
 
 class Engine(Protocol):
@@ -129,8 +134,7 @@ class Supervisor:
         except Exception:  # noqa: BLE001  other threads change what it reads; missing figures must not look like a hang
             _log.exception("no figures for the parent")
             return figures
-        names = ("active_bytes", "peak_bytes", "cache_bytes", "kv_bytes", "prefix_cache_bytes", "weights_bytes")
-        figures |= {name: getattr(stats, name) for name in (*names, "running", "waiting")}
+        figures |= {name: getattr(stats, name) for name in _FIGURES}
         return figures | {"models": [model.name for model in stats.models]}
 
     def _end_with_parent(self) -> None:

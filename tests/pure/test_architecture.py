@@ -59,7 +59,7 @@ ORDER = {
     "engine/cache": "kinds checkpoints size file state index store disk prefixes",
     "engine/generate": "pass_cost prefill_budget prefill trial pooling reasoning grammars constraints logprobs sampling"
     " token_choice scoring embedding sequence loaded batch single",
-    "engine/models": "encoding tokenizer tokenizers weights sharding store",
+    "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
     "settings": "flags file config http models ranks",
@@ -87,6 +87,7 @@ MAY_IMPORT_MLX = {
     "engine/cache/state.py",
     "engine/cache/disk.py",
     "engine/models/store.py",
+    "engine/models/wired.py",
     "engine/models/tokenizers.py",
     "commands/bench/offline.py",
     "probe.py",

@@ -147,6 +147,11 @@ def test_sizes(text, n):
     assert size(text) == n
 
 
+@pytest.mark.parametrize(("text", "value"), [("weights", "weights"), ("none", "none"), ("0", 0), ("2GB", 2 * 10**9)])
+def test_the_wired_limit_is_a_word_or_a_size(text, value):
+    assert from_args(["--wired-limit", text], {}).wired_limit == value
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -156,6 +161,7 @@ def test_sizes(text, n):
         "--temp 3",
         "--top-p 1.1",
         "--max-body-bytes 0",
+        "--wired-limit all",
         "--max-body-bytes 5Q",
         "--max-body-bytes -5",
         "--max-queue 0",

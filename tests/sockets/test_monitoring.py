@@ -38,6 +38,7 @@ STATS = EngineStats(
     active_bytes=16,
     peak_bytes=17,
     cache_bytes=18,
+    wired_limit_bytes=19,
 )
 
 
@@ -301,6 +302,7 @@ def test_the_engine_s_figures_are_passed_on():
             "active_bytes": 16,
             "peak_bytes": 17,
             "cache_bytes": 18,
+            "wired_limit_bytes": 19,
         }
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
         big = {"name": "big", "waiting": 1, "running": 4, "weights_bytes": 10, "kv_bytes": 0}

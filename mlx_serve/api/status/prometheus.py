@@ -33,6 +33,7 @@ _GAUGES = {
     "memory_active_bytes": ("active_bytes", "Bytes that MLX's arrays take."),
     "memory_peak_bytes": ("peak_bytes", "The most bytes that MLX's arrays took."),
     "memory_cache_bytes": ("cache_bytes", "Bytes that MLX keeps for its next arrays."),
+    "memory_wired_limit_bytes": ("wired_limit_bytes", "Bytes of arrays that Metal keeps resident."),
 }
 
 

@@ -91,6 +91,7 @@ def as_object(metrics: Metrics, engine: EngineStats, status: str, version: str) 
             "active_bytes": engine.active_bytes,
             "peak_bytes": engine.peak_bytes,
             "cache_bytes": engine.cache_bytes,
+            "wired_limit_bytes": engine.wired_limit_bytes,
         },
         "prefix_cache": {
             "queried_tokens": int(metrics.prefix_queries.total()),

@@ -18,7 +18,7 @@ import mlx.core as mx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_adapters, load_model, maybe_set_recommended_wired_limit
+from mlx_lm.utils import load_adapters, load_model
 
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.cache.disk import DiskCache, DiskTier, model_identity
@@ -38,6 +38,7 @@ from mlx_serve.engine.model_directory import check_files
 from mlx_serve.engine.models.sharding import Sharding
 from mlx_serve.engine.models.tokenizers import TokenizerStore
 from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
+from mlx_serve.engine.models.wired import WiredLimit
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.values import Progress
 
@@ -85,6 +86,7 @@ class ModelStore:
         budget: MemoryBudget | None = None,
         disk: DiskCache | None = None,
         sharding: Sharding | None = None,
+        wired: WiredLimit | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
         self._catalog = catalog
@@ -101,6 +103,7 @@ class ModelStore:
         self.kv_copies = self._budget.kv_copies
         self._disk = disk
         self._sharding = sharding
+        self._wired = wired or WiredLimit()
         self._progress = progress
         # Models whose weights are read, with their draft models; then the models that are ready.
         self._fresh: dict[str, tuple[Any, Any]] = {}
@@ -146,7 +149,6 @@ class ModelStore:
         if name in self._loaded:
             return
         mx.set_cache_limit(_MLX_CACHE_BYTES)
-        maybe_set_recommended_wired_limit()
         log.info("loading %s from %s", entry.name, entry.path)
         with _loading(entry):
             self._fresh[name] = yield from self._read(entry)
@@ -157,12 +159,15 @@ class ModelStore:
         if name in self._fresh:
             with _loading(entry):
                 self._loaded[name] = self._ready(entry, *self._fresh.pop(name))
-        return self._backend(self._loaded[name])
+        backend = self._backend(self._loaded[name])
+        self._keep_wired()
+        return backend
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), self._wired.n_bytes)
 
     def rest(self) -> None:
+        self._wired.keep()
         mx.clear_cache()
 
     def prefix_cache(self, name: str) -> PrefixCache:
@@ -172,6 +177,7 @@ class ModelStore:
         self._loaded.pop(name, None)
         self._fresh.pop(name, None)
         _collect()
+        self._keep_wired()
 
     def close(self) -> None:
         """Unload all models, and wait until their prefixes are written to disk."""
@@ -180,6 +186,9 @@ class ModelStore:
         _collect()
         if self._disk is not None:
             self._disk.close()
+
+    def _keep_wired(self) -> None:
+        self._wired.keep(sum(self.weights_bytes(name) for name in self._loaded))
 
     def _backend(self, loaded: Loaded) -> BatchBackend | SingleBackend:
         if loaded.alone:

@@ -146,6 +146,7 @@ class LoadedModels:
             active_bytes=memory.active_bytes,
             peak_bytes=memory.peak_bytes,
             cache_bytes=memory.cache_bytes,
+            wired_limit_bytes=memory.wired_limit_bytes,
         )
 
     def _model_stats(self, name: str, slot: Slot, n_waiting: int) -> ModelStats:
