@@ -18,7 +18,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
-from mlx_serve import blas, logs, serve, signals
+from mlx_serve import blas, logs, neighbours, serve, signals
 from mlx_serve.commands import COMMANDS, WORDS, server_flags
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
@@ -151,6 +151,7 @@ def serve_until(
         if supervisor is not None:
             supervisor.serving(server.scheduler)
         _warn_of_strangers(settings)
+        _warn_of_neighbours()
         server.wait_until_ready(stop)
         if not stop.is_set():
             log.info("%s", ready_line(settings, catalog, server.url, server.scheduler.stats().wired_limit_bytes))
@@ -164,6 +165,11 @@ def serve_until(
 def _warn_of_strangers(settings: Config) -> None:
     if not http.is_loopback(settings) and not http.api_keys(settings):
         log.warning("anyone who can reach %s may use this server: set --api-key-file", settings.host)
+
+
+def _warn_of_neighbours() -> None:
+    for neighbour in neighbours.running() if sys.platform == "darwin" else ():
+        log.warning("%s may use the GPU too: together they may run out of memory, or make the Mac panic", neighbour)
 
 
 def _warn_of_nothing(catalog: Catalog) -> None:

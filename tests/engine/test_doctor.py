@@ -11,6 +11,7 @@ import pytest
 from mlx_serve.commands.doctor import checks
 from mlx_serve.commands.doctor import command as doctor
 from mlx_serve.commands.doctor.checks import Probe
+from mlx_serve.neighbours import Neighbour
 from mlx_serve.probe import _architecture_fault
 from tests.engine.tinymodel import GEMMA, tiny_gemma, write_model
 
@@ -232,3 +233,16 @@ def test_a_cache_directory_that_cannot_be_made(run, no_probe, tmp_path):
     assert (status, len(problems(findings))) == (1, 1)
     assert run("--port", 0, "--prompt-cache-dir", tmp_path / "new")[0] == 0
     assert not (tmp_path / "new").exists()
+
+
+def test_beside_a_server_mlx_is_not_started(run, monkeypatch):
+    others = [Neighbour(12, "mlx-serve"), Neighbour(13, "Ollama")]
+    monkeypatch.setattr(doctor.sys, "platform", "darwin")
+    monkeypatch.setattr(doctor.neighbours, "running", lambda: others)
+    monkeypatch.setattr(checks, "probe", lambda *_, **__: pytest.fail("MLX was started"))
+    _, findings = run("--port", 0)
+    assert texts(findings, "device") == [
+        "MLX was not asked: mlx-serve (process 12) is running",
+        "mlx-serve (process 12) may use the GPU too",
+        "Ollama (process 13) may use the GPU too",
+    ]

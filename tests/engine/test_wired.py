@@ -1,5 +1,7 @@
 """The wired limit as the store keeps it. The device is a fake: this machine may have no Metal."""
 
+import importlib
+
 import pytest
 
 from mlx_serve.engine.models.wired import WiredLimit, limit
@@ -60,7 +62,8 @@ def test_the_limit_follows_the_models_in_memory(root):
 def test_what_mlx_lm_sets_does_not_last(root, monkeypatch, wanted):
     device = Device()
     # mlx-lm makes batches with this: it sets the limit, and a batch that ends sets it back.
-    monkeypatch.setattr("mlx_lm.generate.maybe_set_recommended_wired_limit", lambda: device.set_limit(RECOMMENDED))
+    mlx_lm = importlib.import_module("mlx_lm.generate")
+    monkeypatch.setattr(mlx_lm, "maybe_set_recommended_wired_limit", lambda: device.set_limit(RECOMMENDED))
     store = wired_store(root, device, wanted)
     opened(store, "one")
     expected = limit(wanted, store.weights_bytes("one"), RECOMMENDED)

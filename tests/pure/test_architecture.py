@@ -37,7 +37,7 @@ MAY_IMPORT = {
 # The modules and folders of each package, in an order in which each may import only those before it. Every cycle of
 # imports contains an import against one of these orders, so this excludes cycles too.
 ORDER = {
-    "": "values metrics paths signals blas logs progress client wire text engine demo api probe settings"
+    "": "values metrics paths neighbours signals blas logs progress client wire text engine demo api probe settings"
     " supervise serve testing commands cli __main__",
     "api": "fields structured errors scope cost body generation_request request_fields shapes response_store"
     " running_jobs token_logprobs generation grammar_messages grammar_child grammars serving routes prompts pipeline"

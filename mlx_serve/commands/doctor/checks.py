@@ -22,6 +22,7 @@ from typing import Any
 from mlx_serve import __version__
 from mlx_serve.commands.doctor.finding import Finding
 from mlx_serve.commands.terminal import bytes_text
+from mlx_serve.neighbours import Neighbour
 from mlx_serve.paths import expanded
 from mlx_serve.settings import http
 from mlx_serve.settings.config import Config
@@ -45,6 +46,8 @@ class Probe:
 
     facts: dict[str, Any]
     fault: str = ""
+    # Why MLX was not asked.
+    skipped: str = ""
 
     @property
     def memory_bytes(self) -> int | None:
@@ -127,6 +130,9 @@ def _version(name: str) -> str | None:
 
 def device(found: Probe) -> Iterator[Finding]:
     """The device that MLX computes on, its memory, and the BLAS if it is a CPU."""
+    if found.skipped:
+        yield Finding("note", "device", f"MLX was not asked: {found.skipped}", "to check it too, stop the server first")
+        return
     if found.fault:
         advice = "try `python -c 'import mlx.core'`; on Linux MLX needs an extra: pip install 'mlx-serve-http[cpu]'"
         yield Finding("problem", "device", f"MLX does not work: {found.fault}", advice)
@@ -166,6 +172,13 @@ def _machine_bytes() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+
+
+def metal_users(others: Sequence[Neighbour]) -> Iterator[Finding]:
+    """Other programs that may use the GPU."""
+    for other in others:
+        advice = "run one such program at a time: together they may run out of memory, or make the Mac panic"
+        yield Finding("note", "device", f"{other} may use the GPU too", advice)
 
 
 def descriptors(settings: Config) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
+from mlx_serve import neighbours
 from mlx_serve.commands import model_list
 from mlx_serve.commands.doctor import checks, crashes
 from mlx_serve.commands.doctor.checks import Probe
@@ -24,6 +25,7 @@ from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import NotAModelError
 from mlx_serve.engine.model_files import look_into
+from mlx_serve.neighbours import Neighbour
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.settings import config
 from mlx_serve.settings import models as model_options
@@ -71,8 +73,10 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.versions()
     models, about_models = _locate(settings)
     first = models[0] if models else None
-    probe = checks.probe(first, [*_flags(settings), *_draft_flags(settings)])
+    others = neighbours.running() if sys.platform == "darwin" else []
+    probe = _ask(others, first, [*_flags(settings), *_draft_flags(settings)])
     yield from checks.device(probe)
+    yield from checks.metal_users(others)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
     yield from checks.secret_files(settings)
@@ -80,9 +84,15 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from crashes.findings(os.environ)
     yield from about_models
     for model in models:
-        about = probe if model is first else checks.probe(model, _flags(settings))
+        about = probe if model is first else _ask(others, model, _flags(settings))
         yield from examine_model(model, about, settings)
     yield from _places(settings)
+
+
+def _ask(others: Sequence[Neighbour], model: Path | None, flags: Sequence[str]) -> Probe:
+    """What MLX finds. While a server runs, it is not asked: a second process on Metal could hurt that server."""
+    server = next((other for other in others if other.name == neighbours.SERVER), None)
+    return checks.probe(model, flags) if server is None else Probe({}, skipped=f"{server} is running")
 
 
 def _flags(settings: Config) -> list[str]:
