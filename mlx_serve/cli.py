@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
@@ -25,6 +26,7 @@ from mlx_serve.demo import model as demo
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog, NotAModelError, context_limit
 from mlx_serve.engine.ranks.leader import Leader
+from mlx_serve.reload import Reload
 from mlx_serve.settings import config, http
 from mlx_serve.settings import ranks as ranked
 from mlx_serve.settings.config import Config
@@ -79,8 +81,9 @@ def main(argv: Sequence[str] | None = None, supervisor: Supervisor | None = None
     if mistyped := _no_command(argv):
         print(f"mlx-serve: {mistyped}", file=sys.stderr)
         return 2
+    read = partial(config.from_args, server_flags(argv))
     try:
-        settings = config.from_args(server_flags(argv))
+        settings = read()
     except StartError as error:
         return _refuse(error)
     copy = supervisor.logged if supervisor is not None else None
@@ -92,12 +95,14 @@ def main(argv: Sequence[str] | None = None, supervisor: Supervisor | None = None
         ranks = ranked.join()
         catalog, store = serve.open_models(settings, ranks)
         if ranks is None:
-            serve_until(threading.Event(), settings, catalog, store, supervisor=supervisor)
+            reload = Reload(settings, catalog, read, serve.make_catalog)
+            serve_until(threading.Event(), settings, catalog, store, reload, supervisor=supervisor)
         elif supervisor is not None:
             # The other ranks would wait for the old process of this one.
             raise StartError("--supervise does not work with several ranks: start them all again when one has ended")
         else:
-            _serve_or_follow(settings, catalog, store, ranks)
+            # The other ranks would not read their settings again.
+            _serve_or_follow(settings, catalog, store, ranks, Reload(settings, catalog, read, None))
     except (StartError, EngineLost, demo.DemoError, NotAModelError) as error:
         return _refuse(error)
     return 0
@@ -119,14 +124,14 @@ def _refuse(error: Exception) -> int:
     return 1
 
 
-def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, ranks: Ranks) -> None:
+def _serve_or_follow(settings: Config, catalog: Catalog, store: ModelStore, ranks: Ranks, reload: Reload) -> None:
     ranked.watch(ranks, settings.rank_timeout)
     if ranks.rank == 0:
         stop = threading.Event()
         leader = Leader(store, ranks, stop.set, settings.prompt_cache_bytes)
-        serve_until(stop, settings, catalog, leader, peers=leader)
+        serve_until(stop, settings, catalog, leader, reload, peers=leader)
     else:
-        signals.stop_on_signals(ranks.leaving)
+        signals.stop_on_signals(ranks.leaving, lambda: log.info("SIGHUP: rank 0 holds the keys and certificates"))
         ranked.follow(store, ranks)
 
 
@@ -135,6 +140,7 @@ def serve_until(
     settings: Config,
     catalog: Catalog,
     models: serve.Models,
+    reload: Reload,
     peers: Leader | None = None,
     supervisor: Supervisor | None = None,
 ) -> None:
@@ -143,11 +149,12 @@ def serve_until(
     Raises StartError when the port is taken or the first model can't be loaded, EngineLost when another rank is gone.
     """
     _raise_descriptor_limit(settings.max_connections)
-    signals.stop_on_signals(stop)
+    signals.stop_on_signals(stop, reload)
     listening = supervisor.listening if supervisor is not None else None
     with serve.configured(
         settings, catalog, models, peers=peers, on_fault=stop.set, listening=listening, observer=supervisor
     ) as server:
+        reload.server = server
         if supervisor is not None:
             supervisor.serving(server.scheduler)
         _warn_of_strangers(settings)

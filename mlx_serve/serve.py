@@ -234,16 +234,34 @@ def _fingerprint() -> str:
     return "fp_" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
 
-def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, ModelStore]:
-    """The catalog and the store of MLX models that the settings describe. Raises StartError."""
+def make_catalog(settings: Config) -> Catalog:
+    """The models that the settings describe; those of the hub are downloaded. Raises StartError, NotAModelError."""
     from mlx_serve.engine.load_errors import LoadError
-    from mlx_serve.engine.models.store import device_bytes, locate
+
+    try:
+        return model_options.catalog(settings, *_finding())
+    except LoadError as error:
+        raise StartError(str(error)) from error
+
+
+def _finding() -> tuple[model_options.Locate, Progress]:
+    """What finds a model's directory, and what reports how far a download has come."""
+    from mlx_serve.engine.models.store import locate
 
     report = progress.printed(sys.stderr) if sys.stderr.isatty() else progress.logged(log)
     # On a terminal, huggingface_hub draws its own progress bars.
     find = locate if sys.stderr.isatty() else partial(locate, bars=partial(progress.hub_bars, report))
+    return find, report
+
+
+def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, ModelStore]:
+    """The catalog and the store of MLX models that the settings describe. Raises StartError."""
+    from mlx_serve.engine.load_errors import LoadError
+    from mlx_serve.engine.models.store import device_bytes
+
+    catalog = make_catalog(settings)
     try:
-        catalog = model_options.catalog(settings, find, report)
+        find, report = _finding()
         n_bytes = device_bytes()
         if ranks is not None:
             ranked.check(settings, catalog)

@@ -6,16 +6,13 @@ start every background job with SIGINT ignored.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-
-_log = logging.getLogger("mlx_serve")
 
 # The end that the C handler writes to. It has to stay open, and there is one for a process.
 _theirs: socket.socket | None = None
@@ -59,22 +56,22 @@ def deliveries() -> socket.socket:
     return ours
 
 
-def stop_on_signals(stop: threading.Event) -> None:
-    """SIGINT and SIGTERM set ``stop``; after that, another one ends the process at once.
+def stop_on_signals(stop: threading.Event, reload: Callable[[], None]) -> None:
+    """SIGINT and SIGTERM set ``stop``; after that, another one ends the process at once. SIGHUP calls ``reload``.
 
-    SIGHUP usually asks a server to reload, which this server cannot do: it logs a warning. If SIGHUP comes because the
-    terminal was closed, it sets ``stop``, and never ends the process: the system and the shell may both send it.
+    If SIGHUP comes because the terminal was closed, it sets ``stop``, and never ends the process: the system and the
+    shell may both send it. ``reload`` must return at once.
 
     A thread handles the signals by reading what Python's C handler writes. A Python handler would run in the main
     thread, and a signal that arrives just before that thread blocks on a lock does not wake it.
     """
     numbers = deliveries()
     had_terminal = has_terminal()
-    args = (numbers, stop, had_terminal)
+    args = (numbers, stop, reload, had_terminal)
     threading.Thread(target=_watch, args=args, name="signals", daemon=True).start()
 
 
-def _watch(numbers: socket.socket, stop: threading.Event, had_terminal: bool) -> None:
+def _watch(numbers: socket.socket, stop: threading.Event, reload: Callable[[], None], had_terminal: bool) -> None:
     was_told = False
     while True:
         number = numbers.recv(1)[0]
@@ -86,7 +83,7 @@ def _watch(numbers: socket.socket, stop: threading.Event, had_terminal: bool) ->
         elif had_terminal and not has_terminal():
             stop.set()
         else:
-            _log.warning("SIGHUP changes nothing: the server reads settings, keys and certificates only when it starts")
+            reload()
 
 
 def has_terminal() -> bool:

@@ -127,6 +127,26 @@ class Catalog:
         self._patterns = {name: aliases[name] for name in sorted(patterns, key=len, reverse=True)}
         self._roots = tuple(roots)
         self._use_hub_cache = use_hub_cache
+        # All models that were ever offered by name: a request of one that no longer is may still run.
+        self._known = dict(self._models)
+
+    def become(self, other: Catalog) -> list[str]:
+        """Offer what another catalog offers. Returns the names that now stand for another directory.
+
+        Their former models stay, since a loaded model, its tokenizer and its caches go by its name. Any thread.
+        """
+        moved = [name for name, entry in other._models.items() if _has_moved(self._known.get(name), entry)]
+        state = vars(other) | {"_models": other._models | {name: self._known[name] for name in moved}}
+        if other.default is not None:
+            state["default"] = state["_models"][other.default.name]
+        state["_known"] = self._known | state["_models"]
+        # One assignment: a request that reads at this moment sees the one catalog or the other.
+        self.__dict__ = state
+        return moved
+
+    def entry(self, name: str) -> ModelEntry:
+        """A model that is or was offered, by its own name. Raises ApiError 404."""
+        return self._known.get(name) or self.find(name)
 
     def find(self, name: str | None) -> ModelEntry:
         """The model that a request names; None is the default one. Raises ApiError 404 ``model_not_found``."""
@@ -194,6 +214,10 @@ class Catalog:
             if (path / "config.json").is_file() and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
         return None
+
+
+def _has_moved(before: ModelEntry | None, now: ModelEntry) -> bool:
+    return before is not None and (before.path, before.adapter_path) != (now.path, now.adapter_path)
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -25,6 +25,7 @@ from typing import Literal, TypeAlias
 
 from mlx_serve.values import ApiError, ClientGone, RawRequest, Response, internal_error
 from mlx_serve.wire import access
+from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.admission import admit, check_expectation, length_is_missing
 from mlx_serve.wire.body import body_decoder
 from mlx_serve.wire.body_budget import BodyBudget
@@ -53,11 +54,12 @@ _MAX_PROBES = 2
 _PROBE_EVERY_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Setting:
-    """Values that all exchanges of a server share."""
+    """Values that all exchanges of a server share. ``access`` may be replaced while the server runs."""
 
     options: ServerOptions
+    access: AccessPolicy
     application: Application
     draining: Callable[[], bool]
     bodies: BodyBudget
@@ -160,7 +162,7 @@ class Exchange:
             raise self._asked
         head, setting = self._asked, self._setting
         try:
-            answer = admit(self._target, setting.options.access, head, setting.draining())
+            answer = admit(self._target, setting.access, head, setting.draining())
         except ApiError:
             self._discard_body(head)
             raise
@@ -172,7 +174,7 @@ class Exchange:
     def _request(self, head: Head, body: bytes) -> RawRequest:
         method = "GET" if head.method == "HEAD" else head.method
         now, query = time.monotonic(), head.target.partition("?")[2]
-        client = access.client(self._setting.options.access, head.headers)
+        client = access.client(self._setting.access, head.headers)
         return RawRequest(
             method, head.path, head.headers, body, self._request_id, self.alive, self._notes, now, query, client
         )
@@ -215,7 +217,7 @@ class Exchange:
         options = self._setting.options
         ms = int((time.monotonic() - self._started) * 1000)
         own = (*own_fields(options, self._request_id), ("openai-processing-ms", str(ms)))
-        return own + (access.cors_fields(options.access, self._head.headers) if self._head else ())
+        return own + (access.cors_fields(self._setting.access, self._head.headers) if self._head else ())
 
     def _fail(self) -> None:
         if self._reply.head_sent:

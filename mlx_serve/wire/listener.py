@@ -102,6 +102,11 @@ class Listener(ThreadingHTTPServer):
         if self._own is not None:
             self._own.close()
 
+    def renew_certificate(self, cert: str, key: str | None) -> None:
+        """The next connections get another certificate, if the server has one. Raises OSError."""
+        if self._tls is not None:
+            self._tls = sockets.tls_context(cert, key)
+
     def get_request(self) -> tuple[Any, Any]:
         """A Channel, which socketserver passes to the methods below as its request, and the client's address."""
         sock, client = self.socket.accept()

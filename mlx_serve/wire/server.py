@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 
+from mlx_serve.wire.access import AccessPolicy
 from mlx_serve.wire.admission import unavailable
 from mlx_serve.wire.body_budget import BodyBudget
 from mlx_serve.wire.connections import Roster
@@ -32,9 +33,8 @@ class Server:
         self._application = application
         self._options = options
         self._roster = Roster(options.max_connections)
-        self._setting = Setting(
-            options, application, lambda: self._roster.draining, BodyBudget(options.max_total_body_bytes)
-        )
+        bodies = BodyBudget(options.max_total_body_bytes)
+        self._setting = Setting(options, options.access, application, lambda: self._roster.draining, bodies)
         self._listener = Listener(self._setting, self._roster, self._full)
 
     @property
@@ -52,6 +52,15 @@ class Server:
     def serve_forever(self) -> None:
         """Returns after ``close``."""
         self._listener.serve_forever()
+
+    def renew(self, access: AccessPolicy, tls_cert: str | None, tls_key: str | None) -> None:
+        """Take other keys and another certificate, for the next requests and connections.
+
+        Raises OSError (ssl.SSLError is one) when the certificate can't be used; then nothing changes.
+        """
+        if tls_cert is not None:
+            self._listener.renew_certificate(tls_cert, tls_key)
+        self._setting.access = access
 
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests with 503, closes idle connections, and returns whether all requests have ended."""

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -48,7 +49,7 @@ def command(*args, start=("-m", "mlx_serve"), stdin=subprocess.DEVNULL, **enviro
 def port_of(process):
     for line in process.stderr:
         if "ready:" in line:
-            return int(re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)[1])
+            return int(re.search(r"https?://127\.0\.0\.1:(\d+)/v1", line)[1])
     raise AssertionError("it ended before it was ready")
 
 
@@ -73,14 +74,24 @@ def test_a_log_that_nobody_reads_stops_neither_requests_nor_the_end(model):
         assert process.wait(DEADLINE_S) == 0
 
 
-def test_sighup_is_told_and_ends_nothing(model):
-    with command("--model", model, "--port", 0) as process:
+def test_sighup_reads_the_certificate_again_and_ends_nothing(model, tmp_path):
+    cert, key = make_certificate(tmp_path, "first")
+    with command("--model", model, "--port", 0, "--tls-cert", cert, "--tls-key", key) as process:
         port = port_of(process)
+        first = ssl.get_server_certificate(("127.0.0.1", port))
+        make_certificate(tmp_path, "second")
         process.send_signal(signal.SIGHUP)
-        assert any("SIGHUP changes nothing" in line for line in process.stderr)
-        assert status_of(port) == 200
+        assert any("SIGHUP: keys, certificates and models are read again" in line for line in process.stderr)
+        assert ssl.get_server_certificate(("127.0.0.1", port)) != first
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 0
+
+
+def make_certificate(folder, name):
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    line = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subprocess.run([*line, "-subj", f"/CN={name}", "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
 
 
 def test_a_terminal_that_is_closed_ends_it_in_order(model):

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "__main__": {"cli", "commands", "supervise"},
     "supervise": SHARED | {"supervise", "settings", "wire", "logs", "signals", "__version__"},
     "serve": SHARED | {"settings", "engine", "wire", "api", "progress", "__version__"},
+    "reload": {"engine", "serve", "settings", "values"},
     "settings": SHARED | {"settings", "engine", "wire", "api", "demo", "__version__"},
     "demo": {"values", "demo", "paths", "progress", "signals"},
     "probe": {"blas", "engine"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
 # imports contains an import against one of these orders, so this excludes cycles too.
 ORDER = {
     "": "values metrics paths neighbours signals blas logs progress client wire text engine demo api probe settings"
-    " supervise serve testing commands cli __main__",
+    " supervise serve reload testing commands cli __main__",
     "api": "fields structured errors scope cost body generation_request request_fields shapes response_store"
     " running_jobs token_logprobs generation grammar_messages grammar_child grammars serving routes prompts pipeline"
     " models embeddings status openai responses anthropic endpoints",

@@ -44,6 +44,7 @@ def _serve(argv: Sequence[str]) -> int:
     from mlx_serve import cli, testing
     from mlx_serve.engine.catalog import Catalog
     from mlx_serve.engine.schedule import scheduler
+    from mlx_serve.reload import Reload
 
     assert supervisor is not None
     settings = config.from_args(argv)
@@ -54,7 +55,8 @@ def _serve(argv: Sequence[str]) -> int:
     catalog = Catalog(testing.ENTRY, [testing.ENTRY.name])
     if os.environ.get("KIT_MUTE"):
         signal.pause()
-    cli.serve_until(threading.Event(), settings, catalog, models, supervisor=supervisor)
+    reload = Reload(settings, catalog, lambda: settings, None)
+    cli.serve_until(threading.Event(), settings, catalog, models, reload, supervisor=supervisor)
     return 0
 
 

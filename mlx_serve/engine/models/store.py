@@ -119,7 +119,7 @@ class ModelStore:
     def weights_bytes(self, name: str) -> int:
         """The bytes in this process: of a loaded model its weights, else the size of its files. Raises ApiError 404."""
         if name not in self._weights:
-            entry = self._catalog.find(name)
+            entry = self._catalog.entry(name)
             paths = [entry.path, entry.adapter_path, self._draft_path if entry is self._catalog.default else None]
             in_files = sum(files_bytes(path) for path in paths if path is not None)
             self._weights[name] = -(-in_files // self._n_ranks)
@@ -139,13 +139,13 @@ class ModelStore:
         return self.finish(name)
 
     def check_room(self, name: str) -> None:
-        entry = self._catalog.find(name)
+        entry = self._catalog.entry(name)
         if name not in self._loaded and not self.has_room([name]):
             raise too_large(entry, self.weights_bytes(name))
 
     def read(self, name: str) -> Generator[None, None, None]:
         """Read the weights of a model in slices, independently of other ranks. Raises ApiError."""
-        entry = self._catalog.find(name)
+        entry = self._catalog.entry(name)
         if name in self._loaded:
             return
         mx.set_cache_limit(_MLX_CACHE_BYTES)
@@ -155,7 +155,7 @@ class ModelStore:
 
     def finish(self, name: str) -> BatchBackend | SingleBackend:
         """A backend for a model that was read. All ranks call this together. Raises ApiError."""
-        entry = self._catalog.find(name)
+        entry = self._catalog.entry(name)
         if name in self._fresh:
             with _loading(entry):
                 self._loaded[name] = self._ready(entry, *self._fresh.pop(name))
