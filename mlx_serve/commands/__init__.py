@@ -12,6 +12,7 @@ COMMANDS: dict[str, str] = {
     "doctor": "mlx_serve.commands.doctor.command",
     "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
+    "pull": "mlx_serve.commands.pull",
     "selftest": "mlx_serve.commands.selftest.command",
 }
 # With "serve", or with none of these, ``mlx-serve`` starts the server.

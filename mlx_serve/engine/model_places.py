@@ -14,6 +14,8 @@ from pathlib import Path
 from huggingface_hub import scan_cache_dir, snapshot_download
 from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
 
+# The files that mlx_lm.load downloads from a repository.
+HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 # The characters of one part of a model's name. No separator and no leading dot, so a name cannot leave its directory.
 _NAME_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@ -]{0,127}")
 # Model directories are laid out as NAME or as OWNER/NAME, the hub's cache as OWNER/NAME alone.

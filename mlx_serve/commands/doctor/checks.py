@@ -53,7 +53,7 @@ class Probe:
     def memory_bytes(self) -> int | None:
         """The memory for a model: on Metal the recommended working set, elsewhere the machine's memory."""
         limit = self.facts.get("device_info", {}).get("max_recommended_working_set_size")
-        return limit if isinstance(limit, int) else _machine_bytes()
+        return limit if isinstance(limit, int) else machine_bytes()
 
 
 def probe(model: Path | None, flags: Sequence[str] = ()) -> Probe:
@@ -141,7 +141,7 @@ def device(found: Probe) -> Iterator[Finding]:
     name = info.get("device_name", "unknown")
     yield Finding("ok", "device", f"MLX computes on the {found.facts.get('device')}: {name}")
     yield from _blas(found) if found.facts.get("device") == "cpu" else _metal(info)
-    if total := _machine_bytes():
+    if total := machine_bytes():
         yield Finding("ok", "memory", f"the machine has {bytes_text(total)}")
 
 
@@ -167,7 +167,8 @@ def _metal(info: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("ok", "memory", text, advice)
 
 
-def _machine_bytes() -> int | None:
+def machine_bytes() -> int | None:
+    """The memory of this machine; None where the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):

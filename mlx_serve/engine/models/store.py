@@ -35,6 +35,7 @@ from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large
 from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
 from mlx_serve.engine.model_directory import check_files
+from mlx_serve.engine.model_places import HUB_FILES
 from mlx_serve.engine.models.sharding import Sharding
 from mlx_serve.engine.models.tokenizers import TokenizerStore
 from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
@@ -44,8 +45,6 @@ from mlx_serve.values import Progress
 
 log = logging.getLogger(__name__)
 
-# The files that mlx_lm.load downloads from a repository.
-_HUB_FILES = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "*.txt", "*.jsonl", "*.jinja"]
 # The freed memory that MLX keeps for its next arrays. It is part of the reserve, so the budget holds.
 _MLX_CACHE_BYTES = RESERVE_BYTES // 2
 
@@ -63,7 +62,7 @@ def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
         raise LoadError(f"model not found: there is no directory {name!r}")
     try:
         shown = bars(f"fetching {name}") if bars is not None else None
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, tqdm_class=shown))
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=shown))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise LoadError(f"model not found: no directory {name!r}, and the hub says: {one_line(error)}") from None
 
