@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--kv-bits", type=int)
     parser.add_argument("--kv-group-size", type=int, default=64)
+    parser.add_argument("--prompt-cache-bits", type=int)
     parser.add_argument("--draft-model", type=Path)
     return parser
 
@@ -97,8 +98,8 @@ def _tokenizer_fault(path: Path, *, trust_remote_code: bool) -> str:
 
 
 def _caches_fault(wanted: argparse.Namespace) -> str:
-    """Why --kv-bits or --draft-model do not work with the model, or "". Creates the weights lazily, without reading."""
-    if wanted.kv_bits is None and wanted.draft_model is None:
+    """Why flags about caches do not work with the model, or "". Creates the weights lazily, without reading."""
+    if wanted.kv_bits is None and wanted.prompt_cache_bits is None and wanted.draft_model is None:
         return ""
     from mlx_lm.utils import load_model
 
@@ -111,7 +112,13 @@ def _caches_fault(wanted: argparse.Namespace) -> str:
         ]
     except Exception:  # noqa: BLE001  the model's files are untrusted; other checks report what is wrong with them
         return ""
-    return refusal(*models, kv_bits=wanted.kv_bits, kv_group_size=wanted.kv_group_size, computes=False)
+    return refusal(
+        *models,
+        kv_bits=wanted.kv_bits,
+        kv_group_size=wanted.kv_group_size,
+        computes=False,
+        prompt_cache_bits=wanted.prompt_cache_bits,
+    )
 
 
 if __name__ == "__main__":

@@ -298,6 +298,7 @@ def _store(
         ),
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
+        prompt_cache_bits=settings.prompt_cache_bits,
         budget=memory_budget(settings, n_bytes),
         disk=_disk_cache(settings),
         sharding=Sharding(ranks, settings.pipeline) if ranks is not None else None,

@@ -132,6 +132,9 @@ class Config:
     prompt_cache_bytes: int | None = flag(
         _BATCH, None, "bytes of KV caches kept for reuse; by default what the memory leaves", parse=size, low=0
     )
+    prompt_cache_bits: int | None = flag(
+        _BATCH, None, "quantize KV caches that are kept for reuse to this many bits", parse=int, choices=(8,)
+    )
     prompt_cache_dir: str | None = flag(
         _BATCH, None, "directory for KV caches on disk, which survive a restart; by default none"
     )

@@ -25,7 +25,7 @@ _PACKAGES = ("mlx", "mlx-lm", "llguidance")
 # Settings that decide which tokens are computed in which step.
 _SETTINGS = (
     *("decode_concurrency", "prompt_concurrency", "prefill_step_size", "prompt_cache_size"),
-    *("kv_bits", "kv_group_size", "quantized_kv_start", "pipeline"),
+    *("prompt_cache_bits", "kv_bits", "kv_group_size", "quantized_kv_start", "pipeline"),
 )
 
 

@@ -85,6 +85,8 @@ def test_flags_that_the_model_s_caches_do_not_allow(run, model, tmp_path):
     status, findings = run("--model", windowed, "--port", 0, "--draft-model", model)
     assert status == 1
     assert [text for text in problems(findings) if "--draft-model does not work" in text]
+    status, findings = run("--model", windowed, "--port", 0, "--prompt-cache-bits", 8)
+    assert [text for text in problems(findings) if "--prompt-cache-bits does not work" in text and "[8]" in text]
     wide = write_model(tmp_path / "wide", head_dim=32)
     status, findings = run("--model", wide, "--port", 0, "--draft-model", model, *wanted)
     assert [text for text in problems(findings) if "the draft model cannot be quantized" in text]

@@ -209,7 +209,7 @@ def test_the_example_in_the_documentation_is_complete_and_right(settings):
 
 
 def test_every_flag_may_stand_in_the_file(settings):
-    samples = {"--kv-bits": "4"}
+    samples = {"--kv-bits": "4", "--prompt-cache-bits": "8"}
     for name, about in FLAGS.items():
         value = about.default
         if about.many:

@@ -100,6 +100,8 @@ def _flags(settings: Config) -> list[str]:
     flags = ["--trust-remote-code"] if settings.trust_remote_code else []
     if settings.kv_bits is not None:
         flags += ["--kv-bits", str(settings.kv_bits), "--kv-group-size", str(settings.kv_group_size)]
+    if settings.prompt_cache_bits is not None:
+        flags += ["--prompt-cache-bits", str(settings.prompt_cache_bits)]
     return flags
 
 

@@ -30,6 +30,8 @@ _KINDS = {
 }
 # The types that, while they can be trimmed, hold their tokens in order from the first one on.
 _GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
+# The sizes of quantized groups, the one with fewer bytes first.
+_GROUPS = (64, 32)
 # The types that keep every token, so that they can be trimmed to any of them.
 _COMPLETE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
 
@@ -107,6 +109,19 @@ def cut_back(cache: list[Any], n_tokens: int) -> None:
             layer.keys, layer.values = bare_state(layer)[:2]
 
 
+def packed(cache: Sequence[Any], bits: int) -> list[Any]:
+    """The cache with its KVCaches quantized, in the largest groups that divide the head dimensions.
+
+    Windows, recurrent states and what is quantized already are the same objects. Raises ValueError where no group fits.
+    """
+    return with_leaves(cache, (_packed(layer, bits) for layer in leaves(cache)))
+
+
+def unpacked(cache: Sequence[Any]) -> list[Any]:
+    """The cache that was ``packed``, in the data type that it had. What was not quantized is the same object."""
+    return with_leaves(cache, (_unpacked(layer) for layer in leaves(cache)))
+
+
 def kind_of(layer: Any) -> str | None:
     """The name by which ``made`` knows the type of a layer's cache; None: the type is unknown."""
     kind = type(layer)
@@ -171,6 +186,32 @@ def window(layer: Any) -> int | None:
 def kind_names(layers: Iterable[Any]) -> str:
     """The types of these layers' caches, for a message."""
     return ", ".join(sorted({type(layer).__name__ for layer in layers}))
+
+
+def _packed(layer: Any, bits: int) -> Any:
+    if not isinstance(layer, KVCache) or layer.empty():
+        return layer
+    arrays = layer.keys_and_values()
+    dims = {array.shape[-1] for array in arrays}
+    group = next((group for group in _GROUPS if all(dim % group == 0 for dim in dims)), None)
+    if group is None:
+        raise ValueError(f"no group of {_GROUPS} divides its dimensions of {sorted(dims)}")
+    small = QuantizedKVCache(group, bits)
+    small.keys, small.values = (mx.quantize(array, group_size=group, bits=bits) for array in arrays)
+    small.offset = layer.offset
+    return small
+
+
+def _unpacked(layer: Any) -> Any:
+    if not isinstance(layer, QuantizedKVCache):
+        return layer
+    plain = KVCache()
+    plain.keys, plain.values = (
+        mx.dequantize(numbers, scales, biases, group_size=layer.group_size, bits=layer.bits)
+        for numbers, scales, biases in layer.keys_and_values()
+    )
+    plain.offset = layer.offset
+    return plain
 
 
 def _can_trim(layer: Any) -> bool:

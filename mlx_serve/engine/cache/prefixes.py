@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mlx_serve.engine.cache.checkpoints import MIN_APART, Checkpoint, cut, reach_of, up_to
 from mlx_serve.engine.cache.disk import DiskTier, FoundFile
-from mlx_serve.engine.cache.kinds import can_trim, holds, take_back
+from mlx_serve.engine.cache.kinds import can_trim, holds, packed, take_back, unpacked
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +101,25 @@ class PrefixCache:
     in line, and all ranks must evict alike. What an owner has claimed is part of that job's memory: it is not evicted,
     and neither counted in ``n_bytes`` nor in the number of caches.
 
-    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. A cache is stored and
+    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. ``bits``: caches are
+    quantized while they are kept, here and in files. A cache is stored and
     reused only if its length equals its number of tokens: any other length would silently give wrong tokens. A prompt
     never uses the caches of another scope, because the number of cached tokens would reveal what others have sent.
     """
 
     def __init__(
-        self, max_sequences: int, max_bytes: int | None, *, trimmable: bool = True, tier: DiskTier | None = None
+        self,
+        max_sequences: int,
+        max_bytes: int | None,
+        *,
+        trimmable: bool = True,
+        bits: int | None = None,
+        tier: DiskTier | None = None,
     ) -> None:
         self._max_sequences = max_sequences
         self._max_bytes = max_bytes
         self._trimmable = trimmable
+        self._bits = bits
         self._tier = tier
         # The least recently used first.
         self._entries: dict[_KeptPrefix, None] = {}
@@ -161,7 +169,7 @@ class PrefixCache:
             self._touch(entry)
         cache = cut(entry.cache, len(entry.ids), entry.checkpoints, n, is_own=is_own)
         if is_whole(cache, n):
-            return cache, n, up_to(entry.checkpoints, n)
+            return cache if self._bits is None else unpacked(cache), n, up_to(entry.checkpoints, n)
         if not is_own:
             self._drop(entry)
         return self.fetch(ids, scope)
@@ -182,6 +190,11 @@ class PrefixCache:
         mx.eval([layer.state for layer in cache])
         if not is_whole(cache, len(ids)):
             return
+        if self._bits is not None:
+            cache = packed(cache, self._bits)
+            for layer in cache:
+                # One after the other: all at once would need more memory.
+                mx.eval(layer.state)
         if self._add(ids, scope, cache, n_prompt, checkpoints) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 

@@ -16,7 +16,16 @@ from mlx_lm.generate import BatchGenerator, generation_stream, maybe_quantize_kv
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE
-from mlx_serve.engine.cache.kinds import always_trims, can_batch, is_fixed, is_quantized, kind_names, leaves, take_back
+from mlx_serve.engine.cache.kinds import (
+    always_trims,
+    can_batch,
+    is_fixed,
+    is_quantized,
+    kind_names,
+    leaves,
+    packed,
+    take_back,
+)
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
 
@@ -34,8 +43,16 @@ _LEAST_TOLERANCE = 0.02
 _TIMES_THE_LONG_ONE_S = 4
 
 
-def refusal(model: Any, draft_model: Any, *, kv_bits: int | None, kv_group_size: int, computes: bool) -> str:
-    """Why a model can't be served with a draft model or a quantized KV cache, whichever of them is wanted.
+def refusal(
+    model: Any,
+    draft_model: Any,
+    *,
+    kv_bits: int | None,
+    kv_group_size: int,
+    computes: bool,
+    prompt_cache_bits: int | None = None,
+) -> str:
+    """Why a model can't be served with a draft model or quantized KV caches, whichever of them is wanted.
 
     Without ``computes`` the steps are described and not run: no weight is read.
     """
@@ -46,6 +63,26 @@ def refusal(model: Any, draft_model: Any, *, kv_bits: int | None, kv_group_size:
     for which, one in models if kv_bits is not None else []:
         if fault := quantization_fault(one, kv_bits or 0, kv_group_size, computes=computes):
             return f"--kv-bits does not work: the KV cache of {which} cannot be quantized: {fault}"
+    if prompt_cache_bits is not None and (
+        fault := packing_fault([one for _, one in models], prompt_cache_bits, kv_bits)
+    ):
+        return f"--prompt-cache-bits does not work: {fault}"
+    return ""
+
+
+def packing_fault(models: Sequence[Any], bits: int, kv_bits: int | None) -> str:
+    """Why kept caches can't be quantized. Describes a step of each model and runs none."""
+    if kv_bits is not None:
+        return "--kv-bits quantizes the KV cache already"
+    for model in models:
+        cache = make_prompt_cache(model)
+        try:
+            model(_row(_SHORT), cache=cache)
+            small = packed(cache, bits)
+        except _FAULTS as error:
+            return f"the KV cache cannot be quantized: {one_line(error)}"
+        if not any(map(is_quantized, leaves(small))):
+            return "the model has no layers of full attention"
     return ""
 
 

@@ -82,6 +82,7 @@ class ModelStore:
         single: SingleOptions,
         prompt_cache_size: int,
         prompt_cache_bytes: int | None,
+        prompt_cache_bits: int | None = None,
         budget: MemoryBudget | None = None,
         disk: DiskCache | None = None,
         sharding: Sharding | None = None,
@@ -98,6 +99,7 @@ class ModelStore:
         self._single = single
         self._prompt_cache_size = prompt_cache_size
         self._prompt_cache_bytes = prompt_cache_bytes
+        self._prompt_cache_bits = prompt_cache_bits
         self._budget = budget or MemoryBudget()
         self.kv_copies = self._budget.kv_copies
         self._disk = disk
@@ -242,7 +244,12 @@ class ModelStore:
         """Whether caches can always be trimmed, and why sequences can't run together. Raises LoadError."""
         options, is_one = self._single, self._sharding is None
         refusal = trial.refusal(
-            model, draft_model, kv_bits=options.kv_bits, kv_group_size=options.kv_group_size, computes=is_one
+            model,
+            draft_model,
+            kv_bits=options.kv_bits,
+            kv_group_size=options.kv_group_size,
+            computes=is_one,
+            prompt_cache_bits=self._prompt_cache_bits,
         )
         trimmable, may_serve = self._agree_on(entry, model, [always_trims(make_prompt_cache(model)), not refusal])
         if not may_serve:
@@ -270,11 +277,15 @@ class ModelStore:
     def _new_prefix_cache(self, entry: ModelEntry, *, trimmable: bool) -> PrefixCache:
         if self._sharding is None:
             return PrefixCache(
-                self._prompt_cache_size, self._prompt_cache_bytes, trimmable=trimmable, tier=self._tier(entry)
+                self._prompt_cache_size,
+                self._prompt_cache_bytes,
+                trimmable=trimmable,
+                bits=self._prompt_cache_bits,
+                tier=self._tier(entry),
             )
         # The sizes of the ranks' parts differ, so rank 0 alone counts bytes (ranks/protocol.py).
         size = 0 if self._parts_differ(trimmable=trimmable) else self._prompt_cache_size
-        return PrefixCache(size, None, trimmable=trimmable)
+        return PrefixCache(size, None, trimmable=trimmable, bits=self._prompt_cache_bits)
 
     def _parts_differ(self, *, trimmable: bool) -> bool:
         """Whether the stages of a pipeline may hold different kinds of layers, some trimmable and others not."""
@@ -285,6 +296,8 @@ class ModelStore:
             return None
         draft = str(self._draft_path) if entry is self._catalog.default else ""
         settings = [repr(self._single), draft]
+        if self._prompt_cache_bits is not None:
+            settings.append(f"{self._prompt_cache_bits} bits")
         return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
 
     def _lazy_draft(self, entry: ModelEntry) -> Any:
