@@ -30,7 +30,7 @@ $(PYTHON) -m venv $(1) || { rm -rf $(1); exit 1; }
 @echo "Installing into $(1); this takes a minute or two."
 endef
 
-.PHONY: demo test test-clients test-agents lint dist check-dist clean
+.PHONY: demo test test-clients test-agents lint docs dist check-dist clean
 
 # With what is optional, so that all of it can be tried.
 demo: $(VENV)/.installed
@@ -51,6 +51,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The page of commands, from their parsers.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python .ci/commands_page.py > docs/commands.md
 
 dist: $(VENV)/.installed-dev
 	rm -rf dist
