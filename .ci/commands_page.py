@@ -33,14 +33,19 @@ def section(parser: argparse.ArgumentParser) -> Iterator[str]:
         if actions:
             title = {"positional arguments": "arguments", "options": "flags"}.get(group.title or "", group.title)
             yield f"| {title} | |\n| --- | --- |"
-            yield from (row(action) for action in actions)
+            yield from (row(action, about(parser, action)) for action in actions)
             yield ""
 
 
-def row(action: argparse.Action) -> str:
+def about(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Its help, with the default in place of %(default)s."""
+    return parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def row(action: argparse.Action, what: str) -> str:
     names = action.option_strings or [str(action.metavar or action.dest).upper()]
     value = "" if action.nargs == 0 or not action.option_strings else f" {placeholder(action)}"
-    return f"| `{', '.join(names)}{value}` | {text(action.help)} |"
+    return f"| `{', '.join(names)}{value}` | {text(what)} |"
 
 
 def placeholder(action: argparse.Action) -> str:
@@ -50,7 +55,7 @@ def placeholder(action: argparse.Action) -> str:
 
 
 def text(help_text: str | None) -> str:
-    return " ".join((help_text or "").replace("%%", "%").split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join((help_text or "").split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

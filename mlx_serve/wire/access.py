@@ -56,7 +56,9 @@ def check(
     A preflight has no key: the browser makes it itself (Fetch 3.2.2).
     """
     if not _host_allowed(policy, authority):
-        raise ApiError(403, "this host name is not allowed here", code="host_not_allowed")
+        raise ApiError(
+            403, "this host name is not allowed here: --allowed-hosts NAME allows it", code="host_not_allowed"
+        )
     origin = headers.get("origin")
     if origin is not None and not _origin_allowed(policy, origin):
         _check_own_page(policy, origin, authority)
@@ -122,7 +124,9 @@ def _origin_allowed(policy: AccessPolicy, origin: str) -> bool:
 def _check_own_page(policy: AccessPolicy, origin: str, authority: str | None) -> None:
     """Raises ApiError 403 unless the page came from this server."""
     if not _same_origin(origin, authority):
-        raise ApiError(403, "this origin is not allowed here", code="origin_not_allowed")
+        raise ApiError(
+            403, "this origin is not allowed here: --allowed-origins ORIGIN allows it", code="origin_not_allowed"
+        )
     if _rebindable(policy, authority or ""):
         text = "this origin is not allowed here: the server does not know its own name (--allowed-hosts)"
         raise ApiError(403, text, code="origin_not_allowed")
