@@ -124,6 +124,7 @@ class FakeBackend:
         self._jobs: dict[Job, Iterator[tuple[int, int]]] = {}
         self._embedding: dict[Job, Iterator[Event]] = {}
         self._fresh: list[Job] = []
+        self._paused: dict[Job, Iterator[tuple[int, int]]] = {}
 
     @property
     def n_decoding(self) -> int:
@@ -135,7 +136,10 @@ class FakeBackend:
         return sum(self._token_bytes * (len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
 
     def insert(self, job: Job) -> None:
-        """Take a job; no prefix is ever cached."""
+        """Take a job, or go on with a paused one; no prefix is ever cached."""
+        if job in self._paused:
+            self._jobs[job] = self._paused.pop(job)
+            return
         check_ids(job.prompt.tokens, self._vocab_size, "prompt")
         if job.inputs is not None:
             self._embedding[job] = _vectors(job.index, job.inputs)
@@ -148,6 +152,13 @@ class FakeBackend:
         for job in jobs:
             self._jobs.pop(job, None)
             self._embedding.pop(job, None)
+            self._paused.pop(job, None)
+
+    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
+        """Keep jobs for later. No token is drawn ahead."""
+        for job in jobs:
+            self._paused[job] = self._jobs.pop(job)
+        return []
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """One token, or one vector, for each job."""
@@ -172,6 +183,7 @@ class FakeBackend:
         """Nothing is held."""
         self._jobs.clear()
         self._embedding.clear()
+        self._paused.clear()
 
     def _is_prefilling(self, job: Job) -> bool:
         return self._prefill_step > 0 and job.n_prefilled < len(job.prompt.tokens)

@@ -65,13 +65,20 @@ class Backend(Protocol):
         """The most bytes that the KV caches of ``jobs`` can take when they run together. Any thread."""
 
     def insert(self, job: Job) -> None:
-        """Add a job; its prefill may begin later. An ApiError fails that job alone.
+        """Add a job, or continue a paused one; its prefill may begin later. An ApiError fails that job alone.
 
         The prefix that only this job continues is no longer counted in ``cache_bytes``, but as a part of the job.
         """
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Remove jobs, whatever their stage. What they have computed is kept as prefixes."""
+
+    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
+        """Take generating jobs out, so that ``insert`` continues them with the very tokens that would have come.
+
+        Their caches become kept prefixes. The events are tokens that were drawn already. A job whose last event is
+        among them has ended.
+        """
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         """Run one step of all jobs, with about ``gap_s`` seconds of prefill.

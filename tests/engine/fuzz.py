@@ -3,9 +3,9 @@
 python -m tests.engine.fuzz --seconds 600 --seed 1
 python -m tests.engine.fuzz --kind windows --sessions 1 --seed 17    # a session that failed, again
 
-Jobs join and are cancelled between steps, have prompts that begin alike, are sampled with seeds, penalties and biases,
-and come several at a time with one prompt (``n``). The kinds differ in their caches: plain ones, sliding windows,
-recurrent states, lists of caches, and what runs one job at a time.
+Jobs join, are paused and are cancelled between steps, have prompts that begin alike, are sampled with seeds, penalties
+and biases, and come several at a time with one prompt (``n``). The kinds differ in their caches: plain ones, sliding
+windows, recurrent states, lists of caches, and what runs one job at a time.
 """
 
 from __future__ import annotations
@@ -214,13 +214,15 @@ class Session:
         self._waiting: list[Job] = []
         self._n_requests = n_requests
         self._running: set[Job] = set()
+        self._paused: list[Job] = []
+        self.n_pauses = 0
         self.results: dict[Job, Result] = {}
         self.max_cached = 0
 
     def run(self) -> None:
         """Until all requests have ended."""
         for _ in range(MAX_STEPS):
-            if not (self._n_requests or self._waiting or self._running):
+            if not (self._n_requests or self._waiting or self._running or self._paused):
                 return
             self._step()
         raise AssertionError("the jobs come to no end")
@@ -232,8 +234,15 @@ class Session:
             self._waiting += self._request()
         while self._waiting and len(self._running) < min(self._backend.capacity, 12):
             self._insert(self._waiting.pop(0))
-        if self._running and rng.random() < 0.04:
-            self._cancel(rng.sample(sorted(self._running, key=list(self.results).index), 1))
+        if self._paused and rng.random() < 0.2 and len(self._running) < min(self._backend.capacity, 12):
+            job = self._paused.pop(rng.randrange(len(self._paused)))
+            self._backend.insert(job)
+            self._running.add(job)
+        if self._running and rng.random() < 0.08:
+            self._pause(rng.choice(sorted(self._running, key=list(self.results).index)))
+        if (self._running or self._paused) and rng.random() < 0.04:
+            jobs = {*self._running, *self._paused}
+            self._cancel(rng.sample(sorted(jobs, key=list(self.results).index), 1))
         if rng.random() < 0.02:
             self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]))
         if self._running:
@@ -253,11 +262,21 @@ class Session:
         self._running.add(job)
         self.results[job] = Result()
 
+    def _pause(self, job: Job) -> None:
+        events = self._backend.pause([job])
+        self._running.remove(job)
+        self.n_pauses += 1
+        for _, event in events:
+            self._note(job, event)
+        if not self.results[job].is_done:
+            self._paused.append(job)
+
     def _cancel(self, jobs: Sequence[Job]) -> None:
         self._backend.remove(jobs)
         for job in jobs:
             self.results[job].is_cancelled = True
             self._running.discard(job)
+        self._paused = [job for job in self._paused if job not in jobs]
 
     def _stem(self, n_tokens: int) -> list[int]:
         """What prompts begin with, some as conversations of several turns."""
@@ -372,7 +391,7 @@ def _drawn(kind: Kind, job: Job, before: Sequence[int], noise: mx.array) -> int:
         row = logits[n - 1 : n] + noise
         for processor in choice.processors:
             row = processor(mx.array(tokens[:n]), row)
-        # Earlier draws are thrown away, but a seed goes on by them.
+        # Earlier draws are thrown away.
         token = int(choice.sampler(row - mx.logsumexp(row, axis=-1, keepdims=True)).item())
     return token
 
@@ -385,6 +404,7 @@ class Outcome:
     n_tokens: int = 0
     n_cancelled: int = 0
     n_cached: int = 0
+    n_pauses: int = 0
     faults: list[str] = field(default_factory=list)
 
 
@@ -394,6 +414,7 @@ def run(name: str, seed: int, outcome: Outcome, n_requests: int = 10) -> None:
     session = Session(KINDS[name], rng, n_requests)
     session.run()
     outcome.n_cached += session.max_cached
+    outcome.n_pauses += session.n_pauses
     for job, got in session.results.items():
         outcome.n_jobs += 1
         outcome.n_tokens += len(got.tokens)
@@ -426,7 +447,8 @@ def main() -> int:
         for fault in outcomes[name].faults[n_before:]:
             print(fault, flush=True)
     for name, one in outcomes.items():
-        print(f"{name}: {one.n_jobs} jobs, {one.n_cancelled} cancelled, {one.n_tokens} tokens, {len(one.faults)} wrong")
+        counts = f"{one.n_jobs} jobs, {one.n_cancelled} cancelled, {one.n_pauses} pauses, {one.n_tokens} tokens"
+        print(f"{name}: {counts}, {len(one.faults)} wrong")
     n_wrong = sum(len(one.faults) for one in outcomes.values())
     print(f"{sum(one.n_jobs for one in outcomes.values())} jobs, {n_wrong} with wrong tokens")
     return 1 if n_wrong else 0

@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlx_serve.engine.generate.sampling import make_sampler
+from mlx_serve.engine.generate.sampling import Seeded, make_sampler
 from mlx_serve.values import Sampling
 
 N_TOKENS = 1000
@@ -14,7 +14,13 @@ FLAT = mx.full((1, N_TOKENS), -math.log(N_TOKENS))
 
 
 def draws(sampler, logprobs, n):
-    return [sampler(logprobs).tolist() for _ in range(n)]
+    """Draws for ``n`` positions of an output, one after another."""
+    found = []
+    for position in range(n):
+        if isinstance(sampler, Seeded):
+            sampler.follow(mx.zeros((3 + position,), mx.int32), logprobs)
+        found.append(sampler(logprobs).tolist())
+    return found
 
 
 def test_a_seed_s_draws_are_independent():
@@ -27,6 +33,14 @@ def test_a_seed_s_draws_are_independent():
     assert [token for (token,) in draws(make(5), FLAT, 50)] == first
     other = [token for (token,) in draws(make(6), FLAT, 50)]
     assert sum(a == b for a, b in zip(first, other, strict=True)) < 5
+
+
+def test_a_seeded_draw_depends_on_the_position_and_not_on_the_draws_before():
+    sampling = Sampling(1, temperature=1.0, seed=5)
+    sampler = make_sampler(sampling, vocab_size=N_TOKENS, kept_by_xtc=())
+    first = draws(sampler, FLAT, 10)
+    sampler.follow(mx.zeros((3 + 4,), mx.int32), FLAT)
+    assert sampler(FLAT).tolist() == sampler(FLAT).tolist() == first[4]
 
 
 def test_a_seeded_draw_has_the_row_s_distribution():

@@ -62,9 +62,9 @@ FAULTS = (
     ),
     Fault(
         "a seed draws the same number at every token",
-        "self._key, coin_key, draw_key = mx.random.split(self._key, 3)",
-        "_, coin_key, draw_key = mx.random.split(self._key, 3)",
-        (SAMPLING,),
+        "self.position = self._output(context).shape[0]",
+        "pass",
+        (BACKEND,),
     ),
     Fault(
         "a seed's coin is its draw",

@@ -1,6 +1,8 @@
 """Continuous batching through mlx-lm's BatchGenerator, behind the Backend protocol. Lives on the worker thread.
 
     insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in the generator --> kept prefix
+      ^                                                                         |
+      +------------------------------- paused, kept prefix <-------- pause ------+
 
 Each prompt is prefilled alone here, because BatchGenerator pads prompts that it prefills together to the longest one.
 BatchGenerator then gets the sequence with its cache and the prompt's last token. Only this module knows
@@ -14,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
@@ -28,7 +30,7 @@ from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import RunningSequence
-from mlx_serve.engine.generate.token_choice import Loaded, make_choice
+from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
 # A prompt waits for another prompt's prefill only if it gains so many tokens over what it can reuse now.
@@ -65,6 +67,7 @@ class BatchBackend(LoadedBackend):
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[int, RunningSequence] = {}
+        self._paused: dict[Job, RunningSequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
@@ -94,16 +97,62 @@ class BatchBackend(LoadedBackend):
         if job.inputs is not None:
             self._embedding.append(self._embedder.start(job))
             return
-        choice = make_choice(job, self._loaded)
-        if job.sampling.prompt_logprobs is not None:
-            self._scoring.append(Scoring(choice, self._loaded.model))
+        sequence = self._paused.pop(job, None)
+        if sequence is None:
+            sequence = RunningSequence(make_choice(job, self._loaded), self.ids_of(job))
         else:
-            sequence = RunningSequence(choice, self.ids_of(job))
+            self.let_go(job)
+        if job.sampling.prompt_logprobs is not None and not sequence.has_started:
+            self._scoring.append(Scoring(sequence.choice, self._loaded.model))
+        else:
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
             self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Take jobs out of the batch. What they have computed is kept: their clients may ask again."""
+        self.forget(self._paused, jobs)
+        self._take_out(jobs)
+
+    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
+        """Take jobs out of the batch and keep what they need to go on, their caches as kept prefixes."""
+        for scoring in self._scoring:
+            if scoring.choice.job in jobs:
+                ids = as_ids(scoring.choice.job.prompt.tokens)
+                self._paused[scoring.choice.job] = RunningSequence(scoring.choice, ids)
+        for sequence in (*self._prompts, *self._prefilled):
+            if sequence.choice.job in jobs:
+                self._paused[sequence.choice.job] = sequence.as_new(sequence.ids)
+        decoding = {uid: sequence for uid, sequence in self._decoding.items() if sequence.choice.job in jobs}
+        drawn = self._drawn() if decoding else {}
+        held = self._take_out(jobs)
+        events = []
+        for uid, sequence in decoding.items():
+            choice = sequence.choice
+            event = choice.event(drawn[uid], self._finish(choice, drawn[uid]))
+            events.append((choice.job, event))
+            if not is_last(event):
+                self._paused[choice.job] = sequence.as_new(as_ids([*held[uid], drawn[uid]]))
+        for job in jobs:
+            if job in self._paused:
+                self.hold(job, self._paused[job].ids)
+        return events
+
+    def _drawn(self) -> dict[int, int]:
+        """The next token of each sequence in the generator, by its number. mlx-lm draws one ahead of what it returns.
+
+        mlx-lm has no public way to it, and drawing it again would need a cache without the last token, which a
+        recurrent state cannot give.
+        """
+        batch = self._generator._generation_batch
+        return dict(zip(batch.uids, batch._next_tokens.tolist(), strict=True))
+
+    def _finish(self, choice: TokenChoice, token: int) -> Literal["stop", "length"] | None:
+        if token in self._loaded.eos_ids:
+            return "stop"
+        return "length" if choice.n_output + 1 >= choice.job.sampling.max_tokens else None
+
+    def _take_out(self, jobs: Collection[Job]) -> dict[int, list[int]]:
+        """Take jobs out, with their caches as kept prefixes. Returns the held tokens of decoding ones."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         for waiting in (self._prompts, self._prefilled):
@@ -119,6 +168,7 @@ class BatchBackend(LoadedBackend):
         gone = {uid: self._decoding.pop(uid) for uid in uids}
         for uid, (cache, tokens) in kept.items():
             self._store(gone[uid], as_ids(tokens), cache)
+        return {uid: tokens for uid, (_, tokens) in kept.items()}
 
     def plan_step(self, gap_s: float) -> StepPlan:
         plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
@@ -222,14 +272,16 @@ class BatchBackend(LoadedBackend):
         cache = prompt.cache
         if cache is None:
             cache = self._begin(prompt)
-            events.append((prompt.choice.job, Started(prompt.choice.job.index, prompt.n_done)))
+            if not prompt.has_started:
+                prompt.has_started = True
+                events.append((prompt.choice.job, Started(prompt.choice.job.index, prompt.n_done)))
         if prompt.n_left <= min(n_tokens * _STRETCH, self._most_tokens):
             n_tokens = prompt.n_left
         end = min(prompt.trail.end(prompt.n_done, n_tokens), len(prompt.ids) - 1)
         n = end - prompt.n_done
         if n:
             started_s = self._clock()
-            prefill(self._loaded.model, cache, prompt.choice.job.prompt.tokens[prompt.n_done : end])
+            prefill(self._loaded.model, cache, prompt.ids[prompt.n_done : end].tolist())
             self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
             prompt.trail.reached(cache, end)
@@ -288,10 +340,10 @@ class BatchBackend(LoadedBackend):
     def _join(self, sequence: RunningSequence) -> None:
         """Hand a sequence to the generator. Its cache holds all of the prompt but the last token."""
         choice = sequence.choice
-        tokens = list(choice.job.prompt.tokens)
+        tokens = sequence.ids.tolist()
         (sequence.uid,) = self._generator.insert(
             [tokens[-1:]],
-            max_tokens=[choice.job.sampling.max_tokens],
+            max_tokens=[choice.job.sampling.max_tokens - choice.n_output],
             caches=[sequence.cache],
             all_tokens=[tokens[:-1]],
             samplers=[choice.sampler],
@@ -317,7 +369,7 @@ class BatchBackend(LoadedBackend):
         self._scoring.pop(0)
         if job.sampling.max_tokens:
             ids = as_ids(job.prompt.tokens)
-            self._prefilled.append(RunningSequence(scoring.choice, ids, cache=scoring.cache, n_done=len(ids) - 1))
+            self._prefilled.append(RunningSequence(scoring.choice, ids, scoring.cache, len(ids) - 1, has_started=True))
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -356,7 +408,11 @@ class BatchBackend(LoadedBackend):
     def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any]) -> None:
         """Keep the cache of a prompt and its answer so far."""
         self._loaded.prefix_cache.store(
-            ids, cache, sequence.scope, n_prompt=min(len(sequence.ids), len(ids)), checkpoints=sequence.trail.kept
+            ids,
+            cache,
+            sequence.scope,
+            n_prompt=min(len(sequence.choice.job.prompt.tokens), len(ids)),
+            checkpoints=sequence.trail.kept,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
@@ -61,9 +61,24 @@ class LoadedBackend(Backend):
 
     def ids_of(self, job: Job) -> Ids:
         """The prompt of a job that leaves the line."""
-        ids = self._in_line.pop(job, None)
-        self._loaded.prefix_cache.unpin(job)
+        ids = self.let_go(job)
         return as_ids(job.prompt.tokens) if ids is None else ids
+
+    def let_go(self, job: Job) -> Ids | None:
+        """End the pin of a job in line. Returns the tokens that it was for, if there was one."""
+        self._loaded.prefix_cache.unpin(job)
+        return self._in_line.pop(job, None)
+
+    def hold(self, job: Job, ids: Ids) -> None:
+        """Pin the prefix of a paused job, which has these tokens when it comes back."""
+        self._in_line[job] = ids
+        self._loaded.prefix_cache.pin(job, ids, job.scope)
+
+    def forget(self, paused: MutableMapping[Job, Any], jobs: Collection[Job]) -> None:
+        """Drop those of ``jobs`` that are ``paused``."""
+        for job in jobs:
+            if paused.pop(job, None) is not None:
+                self.let_go(job)
 
     def plan_stops(
         self, trail: Trail, ids: Ids, scope: str, n_done: int, cache: Sequence[Any], waiting: Sequence[Ids] = ()

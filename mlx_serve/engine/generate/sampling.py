@@ -1,11 +1,13 @@
 """From a Sampling to mlx-lm's samplers and logits processors. To add a sampling parameter, add a line here.
 
 Jobs with equal settings share one sampler object, for mlx-lm samples a batch in one call when its rows share one.
-A seeded job has a sampler of its own, with its own random key: its draws do not depend on who else is in the batch.
+A seeded job has a sampler of its own. Its draws depend on the seed and on the position in the output alone: not on who
+else is in the batch, on drafts, or on a pause.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from functools import lru_cache
 from typing import Any
@@ -41,7 +43,7 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
     xtc = sampling.xtc_probability if sampling.xtc_threshold <= _XTC_MAX_THRESHOLD else 0.0
     settings = (sampling.temperature, sampling.top_p, top_k, sampling.min_p, xtc, sampling.xtc_threshold, kept_by_xtc)
     if sampling.seed is not None:
-        return _Seeded(sampling.seed, *settings)
+        return Seeded(sampling.seed, *settings)
     return _shared(*settings)
 
 
@@ -260,13 +262,28 @@ class _Draw:
         return mx.where((coin < self._xtc_probability) & dropped, -mx.inf, logprobs)
 
 
-class _Seeded(_Draw):
+class Seeded(_Draw):
+    """Draws by the seed and the position in the output.
+
+    ``follow`` must be one of the job's processors. It gets the position from the token context, because the number of
+    draws so far says nothing: drafts draw ahead, and a job that was paused draws its next token again.
+    """
+
     def __init__(self, seed: int, *settings: Any) -> None:
         super().__init__(*settings)
-        self._key = mx.random.key(seed % 2**64)
+        self._seed = seed % 2**64
+        self._output = _Output()
+        self.position = 0
+
+    def follow(self, context: mx.array, logits: mx.array) -> mx.array:
+        """Note the position of the next draw. The logits stay as they are."""
+        self.position = self._output(context).shape[0]
+        return logits
 
     def _keys(self) -> tuple[Any, Any]:
-        self._key, coin_key, draw_key = mx.random.split(self._key, 3)
+        # A hash, because the samples of a request have consecutive seeds, and no two may draw alike at any positions.
+        digest = hashlib.blake2b(f"{self._seed} {self.position}".encode(), digest_size=8).digest()
+        coin_key, draw_key = mx.random.split(mx.random.key(int.from_bytes(digest, "little")))
         return coin_key, draw_key
 
 

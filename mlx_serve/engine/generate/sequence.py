@@ -17,8 +17,9 @@ from mlx_serve.engine.generate.token_choice import TokenChoice
 class RunningSequence:
     """A job in one of three states: waiting (no ``cache``), being prefilled, or decoding (with a ``uid``).
 
-    ``n_done``: tokens of its prompt in its KV cache. Before it begins: the tokens that it could reuse, from the
-    ``donor`` or from the kept prefixes. ``trail``: where a cache that can't be cut back has checkpoints.
+    ``ids``: its prompt, and the output before a pause. ``n_done`` of them are in its KV cache. Before it begins: the
+    tokens that it could reuse, from the ``donor`` or from the kept prefixes. ``trail``: where a cache that can't be
+    cut back has checkpoints. ``has_started``: its Started event was sent.
     """
 
     choice: TokenChoice
@@ -27,6 +28,7 @@ class RunningSequence:
     n_done: int = 0
     trail: Trail = field(default_factory=Trail)
     uid: int = -1
+    has_started: bool = False
     donor: RunningSequence | None = None
     cache_version: int = -1
     n_kept: int = 0
@@ -41,6 +43,10 @@ class RunningSequence:
     def scope(self) -> str:
         """The scope whose caches the job may use, and to which its own cache belongs."""
         return self.choice.job.scope
+
+    def as_new(self, ids: Ids) -> RunningSequence:
+        """The sequence as it comes back after a pause, with these tokens."""
+        return RunningSequence(self.choice, ids, has_started=self.has_started)
 
     def common(self, other: RunningSequence) -> int:
         """The common prefix with another prompt. It is never the whole prompt, because one token must be left.

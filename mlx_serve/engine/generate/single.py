@@ -72,6 +72,7 @@ class SingleBackend(LoadedBackend):
         # At most one of the two is set.
         self._running: _Running | None = None
         self._embedding: Embedding | None = None
+        self._paused: dict[Job, _Running] = {}
 
     @property
     def n_decoding(self) -> int:
@@ -87,15 +88,21 @@ class SingleBackend(LoadedBackend):
         if job.inputs is not None:
             self._embedding = self._embedder.start(job)
             return
-        choice = make_choice(job, self._loaded)
-        scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
-        self._running = _Running(choice, list(job.prompt.tokens), self.ids_of(job), scoring)
-        if scoring is None:
+        running = self._paused.pop(job, None)
+        if running is None:
+            choice = make_choice(job, self._loaded)
+            scoring = Scoring(choice, self._loaded.model) if job.sampling.prompt_logprobs is not None else None
+            running = _Running(choice, list(job.prompt.tokens), self.ids_of(job), scoring)
+        else:
+            self.let_go(job)
+        self._running = running
+        if running.scoring is None:
             pin = self._loaded.prefix_cache.claim if self._keeps_answers else self._loaded.prefix_cache.pin
-            pin(job, self._running.ids, job.scope)
+            pin(job, running.ids, job.scope)
 
     def remove(self, jobs: Collection[Job]) -> None:
-        """Drop the job if it is the running one. What it has computed is kept: its client may ask again."""
+        """Drop jobs that run or are paused. What they have computed is kept: their clients may ask again."""
+        self.forget(self._paused, jobs)
         if self._embedding is not None and self._embedding.job in jobs:
             self._embedding = None
         running = self._running
@@ -107,9 +114,25 @@ class SingleBackend(LoadedBackend):
                     ids,
                     running.cache,
                     running.choice.job.scope,
-                    n_prompt=len(running.ids),
+                    n_prompt=len(running.choice.job.prompt.tokens),
                     checkpoints=running.trail.kept,
                 )
+
+    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
+        """Drop the job if it is the running one, and keep what it needs to go on. Scoring begins again.
+
+        mlx-lm's generators draw a token ahead and do not give it out. It is drawn again from the last token on, so a
+        cache that cannot be trimmed is computed again.
+        """
+        running = self._running
+        if running is not None and running.choice.job in jobs:
+            self.remove(jobs)
+            scoring = None if running.scoring is None else Scoring(running.choice, self._loaded.model)
+            paused = _Running(running.choice, running.tokens, as_ids(running.tokens), scoring)
+            paused.is_announced = running.is_announced
+            self._paused[running.choice.job] = paused
+            self.hold(running.choice.job, paused.ids)
+        return []
 
     def plan_step(self, gap_s: float) -> StepPlan:
         return StepPlan(self._budget.tokens(gap_s))
@@ -121,15 +144,15 @@ class SingleBackend(LoadedBackend):
         running = self._running
         assert running is not None
         events: list[tuple[Job, Event]] = []
+        if running.scoring is None and not running.cache:
+            self._begin(running)
         if not running.is_announced:
             running.is_announced = True
-            if running.scoring is None:
-                self._begin(running)
             job = running.choice.job
             events.append((job, Started(job.index, running.n_done)))
         if running.scoring is not None:
             return events + self._score(running, running.scoring, n_tokens)
-        if running.n_left > 1:
+        if running.generation is None and running.n_left > 1:
             failed = self.attempt(running.choice.job, lambda: self._prefill(running, n_tokens))
             if failed is not None:
                 self._end(running)
@@ -149,6 +172,7 @@ class SingleBackend(LoadedBackend):
 
     def close(self) -> None:
         """Nothing is held between jobs."""
+        self._paused.clear()
         self._running = None
         self._embedding = None
 
@@ -245,6 +269,7 @@ class SingleBackend(LoadedBackend):
         job = running.choice.job
         token = next(running.generation)
         running.tokens.append(token)
+        # mlx-lm has run the token through the model to draw the next one.
         running.n_done = len(running.tokens)
         finish = self._finish(running, token)
         event = running.choice.event(token, finish)
@@ -264,7 +289,7 @@ class SingleBackend(LoadedBackend):
         # Without the type, an empty prefix (a prompt of one token) would be an array of floats.
         prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)
         options: dict[str, Any] = {
-            "max_tokens": sampling.max_tokens,
+            "max_tokens": sampling.max_tokens - running.choice.n_output,
             "sampler": running.choice.sampler,
             "logits_processors": [_Behind(seen, processor) for processor in running.choice.processors],
             "prompt_cache": running.cache,
@@ -285,7 +310,7 @@ class SingleBackend(LoadedBackend):
 class _Running:
     """The running job. ``cache`` holds ``n_done`` of its ``tokens`` (the prompt and the output so far).
 
-    ``ids``: its prompt.
+    ``ids``: its prompt, and the output before a pause.
     """
 
     choice: TokenChoice
@@ -300,7 +325,7 @@ class _Running:
 
     @property
     def n_left(self) -> int:
-        return len(self.choice.job.prompt.tokens) - self.n_done
+        return len(self.tokens) - self.n_done
 
 
 @dataclass(slots=True)

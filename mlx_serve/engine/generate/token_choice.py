@@ -16,7 +16,7 @@ from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.sampling import ModelRows, make_processors, make_sampler
+from mlx_serve.engine.generate.sampling import ModelRows, Seeded, make_processors, make_sampler
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
@@ -88,10 +88,13 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     constraint = _constraint(sampling, loaded)
     rows = ModelRows(sampling.top_logprobs) if sampling.top_logprobs is not None else None
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
+    processors = make_processors(sampling, constraint, rows)
+    if isinstance(sampler, Seeded):
+        processors.append(sampler.follow)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
     choice = TokenChoice(job, sampler, [], constraint, rows)
-    choice.processors = [_Guarded(processor, choice) for processor in make_processors(sampling, constraint, rows)]
+    choice.processors = [_Guarded(processor, choice) for processor in processors]
     return choice
 
 

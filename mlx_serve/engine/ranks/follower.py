@@ -33,6 +33,8 @@ class Follower:
             "read": self._go_on,
             "unload": store.unload,
             "insert": lambda name, *arguments: self._parts[name].insert(*arguments),
+            "resume": lambda name, number: self._parts[name].resume(number),
+            "pause": lambda name, *arguments: self._parts[name].pause(*arguments),
             "remove": lambda name, *arguments: self._parts[name].remove(*arguments),
             "step": lambda name, *arguments: self._parts[name].step(*arguments),
             "evict": lambda name, numbers: self._store.prefix_cache(name).evict(numbers),
@@ -98,15 +100,23 @@ class _Part:
         for job in jobs:
             self._forget(job)
 
+    def resume(self, number: int) -> None:
+        with self._failing_alike():
+            self.backend.insert(self._jobs[number])
+
+    def pause(self, numbers: Sequence[int]) -> None:
+        events: Sequence[tuple[Job, Event]] = []
+        with self._failing_alike():
+            events = self.backend.pause([self._jobs[number] for number in numbers])
+        self._forget_ended(events)
+
     def step(self, plan: Sequence[Any], late: Sequence[int]) -> None:
         jobs = [self._jobs[number] for number in late]
         events: Sequence[tuple[Job, Event]] = []
         with self._failing_alike():
             self.backend.give_up(jobs)
             events = self.backend.run_step(StepPlan(*plan))
-        for job, event in events:
-            if is_last(event):
-                self._forget(job)
+        self._forget_ended(events)
 
     @contextmanager
     def _failing_alike(self) -> Iterator[None]:
@@ -118,6 +128,11 @@ class _Part:
         except ALIKE:
             log.exception("a generation step failed")
             self._failed = True
+
+    def _forget_ended(self, events: Sequence[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            if is_last(event):
+                self._forget(job)
 
     def _forget(self, job: Job) -> None:
         del self._jobs[self._numbers.pop(job)]

@@ -130,6 +130,10 @@ class LedBackend:
         return self._part.kv_bytes(jobs)
 
     def insert(self, job: Job) -> None:
+        if job in self._numbers:
+            self._leader.post("resume", self._name, self._numbers[job])
+            self._part.insert(job)
+            return
         self._n_jobs += 1
         self._leader.post("insert", self._name, self._n_jobs, job_data(job))
         self._part.insert(job)
@@ -143,15 +147,21 @@ class LedBackend:
             self._numbers.pop(job, None)
         self._bound_cache()
 
+    def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
+        self._leader.post("pause", self._name, self._numbers_of(jobs))
+        with self._failing_alike():
+            events = self._part.pause(jobs)
+        self._forget_ended(events)
+        self._bound_cache()
+        return events
+
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
         plan, late = self._part.plan_step(gap_s), self._part.late()
         self._leader.post("step", self._name, astuple(plan), self._numbers_of(late))
         with self._failing_alike():
             self._part.give_up(late)
             events = self._part.run_step(plan)
-        for job, event in events:
-            if is_last(event):
-                self._numbers.pop(job, None)
+        self._forget_ended(events)
         self._bound_cache()
         return events
 
@@ -180,6 +190,11 @@ class LedBackend:
             self._kept.clear()
             self._leader.post("failed", self._name)
             raise
+
+    def _forget_ended(self, events: Sequence[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            if is_last(event):
+                self._numbers.pop(job, None)
 
     def _bound_cache(self) -> None:
         max_bytes = self._leader.cache_bytes
