@@ -146,8 +146,6 @@ class StubModel:
 class Models:
     """One model that is always loaded, for the scheduler."""
 
-    kv_copies = 1
-
     def __init__(self, machine: Machine, clock: Clock) -> None:
         self.model = StubModel(machine, clock)
         self._clock = clock

@@ -317,10 +317,8 @@ def _disk_cache(settings: Config) -> DiskCache | None:
 
 def memory_budget(settings: Config, device_bytes: int) -> MemoryBudget:
     """The memory limits, from the settings and the device's recommendation."""
-    # A limit that the operator set holds even while caches are copied.
-    kv_copies = 1 if settings.memory_bytes is None and settings.kv_cache_bytes is None else 2
     if settings.memory_bytes is not None:
-        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies)
+        return MemoryBudget(settings.memory_bytes, settings.kv_cache_bytes, settings.max_loaded_models)
     # The operator did not choose this total, so it must not refuse a model or a request that might fit.
     least = device_bytes // 8
-    return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, kv_copies, least)
+    return MemoryBudget(device_bytes, settings.kv_cache_bytes, settings.max_loaded_models, least)

@@ -374,7 +374,6 @@ class FakeModels:
         self._max_loaded = max_loaded
         self._kv_limit = kv_limit
         self._vocabulary = Vocabulary(self._tokenizer, VOCAB_SIZE)
-        self.kv_copies = 1
 
     def tokenizer(self, entry: ModelEntry) -> FakeTokenizer:
         """The same for every model."""

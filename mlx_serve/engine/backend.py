@@ -104,12 +104,7 @@ Opening: TypeAlias = Generator[None, None, Backend]
 
 
 class ModelLoader(Protocol):
-    """Opens and unloads models, and knows which of them fit in memory.
-
-    ``kv_copies``: how many times the memory budget counts running KV caches.
-    """
-
-    kv_copies: int
+    """Opens and unloads models, and knows which of them fit in memory."""
 
     def weights_bytes(self, name: str) -> int:
         """The bytes that a model's weights take in memory. Raises ApiError when there is no such model."""

@@ -29,9 +29,6 @@ class MemoryBudget:
     total_bytes: int | None = None
     kv_bytes: int | None = None
     max_models: int = 4
-    # mlx-lm copies all layers of a batch's caches when a sequence joins or leaves, so they briefly exist twice. With 2
-    # the total holds even then.
-    kv_copies: int = 1
     least_kv_bytes: int = 0
 
     def kv_limit(self, weights: Collection[int]) -> int | None:

@@ -11,7 +11,7 @@ from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.load_errors import LoadError
 from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
-# What mlx-lm 0.32 can't batch, and what the trial says of it.
+# The models of mlx-lm 0.32 that can't run in a batch, and what the trial says of them.
 ARCHITECTURES = {
     "afm7": (
         {
@@ -52,7 +52,7 @@ ARCHITECTURES = {
             "layer_norm_epsilon": 1e-5,
             "vocab_size": VOCAB_SIZE,
         },
-        "fails to batch it",
+        "fails in a batch",
     ),
     "longcat_flash_ngram": (
         {
@@ -79,7 +79,7 @@ ARCHITECTURES = {
             "mla_scale_kv_lora": True,
             "ngram_vocab_size_ratio": 2,
         },
-        "fails to batch it",
+        "fails in a batch",
     ),
 }
 # Multi-latent attention.
@@ -159,22 +159,19 @@ def test_what_runs_together_as_alone_may_be_batched(make, dtype):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("seed", range(3))
-def test_what_mlx_lm_cannot_batch_is_found_out(name, seed):
+def test_what_cannot_run_in_a_batch_is_found_out(name, seed):
     config, reason = ARCHITECTURES[name]
     assert reason in trial.batch_fault(tiny(config, seed))
 
 
 def test_a_cache_without_a_form_for_batches_is_named():
     model = tiny_llama()
-
-    class Own(KVCache):
-        merge = property(lambda self: (_ for _ in ()).throw(AttributeError("merge")))
-
-    model.make_cache = lambda: [Own() for _ in model.layers]
-    assert trial.batch_fault(model) == "mlx-lm cannot batch its Own"
+    own = type("Own", (KVCache,), {})
+    model.make_cache = lambda: [own() for _ in model.layers]
+    assert trial.batch_fault(model) == "a batch cannot have its Own"
 
 
-def padded_row(logits):
+def other_row(logits):
     """Another position's, in the short prompt's row."""
     return mx.concatenate([logits[:1], logits[1:, :, ::-1]])
 
@@ -183,7 +180,7 @@ def padded_row(logits):
     ("change", "may"),
     [
         (lambda logits: logits * 1.001, True),
-        (padded_row, False),
+        (other_row, False),
         (lambda logits: logits[::-1], False),
         (lambda logits: logits * float("nan"), False),
     ],

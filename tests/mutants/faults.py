@@ -9,6 +9,7 @@ BACKEND = "tests/engine/test_mlx_backend.py"
 CONSTRAINTS = "tests/engine/test_constraints.py"
 FUZZ = "tests/engine/test_engine_fuzz.py"
 CHECKPOINTS = "tests/engine/test_checkpoints.py"
+ROWS = "tests/engine/test_rows.py"
 PREFIXES = "tests/engine/test_prefixes.py"
 RANKS = "tests/pure/test_distributed.py"
 SAMPLING = "tests/engine/test_sampling.py"
@@ -37,16 +38,22 @@ def faulty(fault: Fault, root: Path) -> tuple[str, str]:
 
 FAULTS = (
     Fault(
-        "a cancelled decoding job's cache is kept under one token less",
-        "self._store(gone[uid], as_ids(tokens), cache)",
-        "self._store(gone[uid], as_ids(tokens[:-1]), cache)",
+        "a decoding job's cache is kept under one token less",
+        "self._store(sequence, as_ids(row.tokens), cache)",
+        "self._store(sequence, as_ids(row.tokens[:-1]), cache)",
         (PREFIXES,),
     ),
     Fault(
-        "an ended job's cache is kept under one token less",
-        "self._store(sequence, as_ids(response.all_tokens), response.prompt_cache)",
-        "self._store(sequence, as_ids(response.all_tokens[:-1]), response.prompt_cache)",
-        (PREFIXES,),
+        "the last row is lost when another one leaves",
+        "self._write(array, row, new)\n\n    def fit",
+        "self._write(array, last, new)\n\n    def fit",
+        (ROWS,),
+    ),
+    Fault(
+        "a dropped token of a window's row hides an older one",
+        "self.ring = None if self.window is None else self.window + MAX_PASS",
+        "self.ring = self.window",
+        (ROWS,),
     ),
     Fault(
         "a claimed prefix is counted beside its job",
@@ -92,9 +99,8 @@ FAULTS = (
     ),
     Fault(
         "penalties forget the prompt in a batch",
-        "logits_processors=[choice.processors],",
-        "logits_processors=[[lambda context, logits, one=one: one(context[len(tokens) - 1 :], logits) "
-        "for one in choice.processors]],",
+        "row.context = TokenBuffer(row.tokens)",
+        "row.context = TokenBuffer()",
         (PREFIXES,),
     ),
     Fault(
@@ -111,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "a batch is charged its sum",
-        "n_bytes = len(in_batch) * self._loaded.kv_size.bytes(max(in_batch, default=0))",
+        "n_bytes = rows_bytes(self._loaded.kv_size, in_batch)",
         "n_bytes = sum(map(self._loaded.kv_size.bytes, in_batch))",
         (BACKEND,),
     ),
@@ -189,8 +195,9 @@ FAULTS = (
     ),
     Fault(
         "a shared cache is longer than what is shared",
-        "shared = cut(cache, n_held, donor.trail.kept, prompt.n_done)\n        if not is_whole(shared, prompt.n_done):",
-        "shared = cut(cache, n_held, (), n_held)\n        if not shared:",
+        "shared = cut(cache, donor.n_done, donor.trail.kept, prompt.n_done)\n"
+        "        if not is_whole(shared, prompt.n_done):",
+        "shared = cut(cache, donor.n_done, (), donor.n_done)\n        if not shared:",
         (PREFIXES, FUZZ),
     ),
     Fault(

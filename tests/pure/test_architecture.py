@@ -57,9 +57,9 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds checkpoints size file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill trial pooling reasoning grammars constraints logprobs sampling"
-    " token_choice scoring embedding sequence loaded batch single",
+    "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
+    "engine/generate": "pass_cost prefill_budget prefill rows trial pooling reasoning grammars constraints logprobs"
+    " sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
@@ -80,6 +80,8 @@ MAY_IMPORT_MLX = {
     "engine/generate/token_choice.py",
     "engine/cache/size.py",
     "engine/cache/checkpoints.py",
+    "engine/cache/rows.py",
+    "engine/generate/rows.py",
     "engine/cache/prefixes.py",
     "engine/generate/scoring.py",
     "engine/generate/embedding.py",
@@ -169,17 +171,18 @@ def test_only_the_named_modules_import_mlx(module):
     assert not mlx or module in MAY_IMPORT_MLX
 
 
-# Of mlx-lm's module of caches, what names no kind: it makes a model's own.
-NAMES_NO_KIND = {"mlx_lm.models.cache.make_prompt_cache"}
+# Of mlx-lm's module of caches, what names no kind: one makes a model's own, one holds tokens.
+NAMES_NO_KIND = {"mlx_lm.models.cache.make_prompt_cache", "mlx_lm.models.cache.TokenBuffer"}
+KNOW_KINDS = {"engine/cache/kinds.py", "engine/cache/rows.py"}
 
 
 @pytest.mark.parametrize("module", sorted(MAY_IMPORT_MLX))
-def test_only_one_module_knows_the_kinds_of_caches(module):
+def test_only_the_modules_for_that_know_the_kinds_of_caches(module):
     text = (PACKAGE / module).read_text()
     known = {name for name in imports(PACKAGE / module) if name.startswith("mlx_lm.models")} - NAMES_NO_KIND
     words = set(re.findall(r"\b\w*(?:KVCache|ArraysCache|CacheList|RotatingKV)\w*", text))
     words |= set(re.findall(r"\.(?:offset|is_trimmable|trim|merge|start_position|max_size|keys_and_values)\b", text))
-    assert bool(known | words) == (module == "engine/cache/kinds.py")
+    assert bool(known | words) == (module in KNOW_KINDS)
 
 
 def test_a_public_class_name_is_used_once():

@@ -6,7 +6,6 @@ from importlib.metadata import distribution
 
 import pytest
 
-from mlx_serve import serve
 from mlx_serve.commands import COMMANDS
 from mlx_serve.settings import config
 from mlx_serve.settings.config import from_args
@@ -120,13 +119,6 @@ def test_what_is_wrong_with_a_flag_is_said(line, says, capsys):
         from_args(line.split(), {})
     assert caught.value.code == 2
     assert says in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("line", "n"), [("", 1), ("--memory-bytes 8GB", 2), ("--kv-cache-bytes 1GB", 2), ("--max-loaded-models 2", 1)]
-)
-def test_a_bound_that_was_set_holds_while_caches_are_copied_too(line, n):
-    assert serve.memory_budget(from_args(line.split(), {}), device_bytes=2**34).kv_copies == n
 
 
 def test_flags_of_the_engine():

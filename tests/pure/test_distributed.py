@@ -147,7 +147,6 @@ class FakeStore:
         self.finished = Semaphore(0)
 
     tokenizer = vocabulary = None
-    kv_copies = 1
 
     def memory(self):
         return MemoryUse()

@@ -634,20 +634,6 @@ def test_a_job_that_can_never_fit_fails_when_its_model_is_loaded():
     assert tokens_of(events_of(other)) == [97, EOS]
 
 
-def test_what_is_copied_on_the_way_is_counted():
-    scheduler, _ = make(kv_limit=30)
-    scheduler._models.kv_copies = 2
-    scheduler.load("m")
-    with pytest.raises(ApiError, match="40 bytes"):
-        scheduler.submit([job("aaaa", max_tokens=16)])
-    a, b = job("a", max_tokens=9), job("b", max_tokens=9)
-    scheduler.submit([a, b])
-    scheduler.step()
-    assert (scheduler.health().running, scheduler.health().waiting) == (1, 1)
-    run(scheduler)
-    assert tokens_of(events_of(b)) == [98, EOS]
-
-
 class Keeping(FakeBackend):
     """Keeps 10 bytes of each job that has ended."""
 

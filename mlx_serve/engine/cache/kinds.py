@@ -161,11 +161,6 @@ def is_quantized(layer: Any) -> bool:
     return isinstance(layer, QuantizedKVCache)
 
 
-def can_batch(layer: Any) -> bool:
-    """Whether mlx-lm can merge a layer's caches of several sequences."""
-    return hasattr(layer, "merge")
-
-
 def element_bytes(layer: Any) -> int:
     """Bytes of one number in a layer's cache, before it is quantized."""
     keys = getattr(layer, "keys", None)

@@ -1,12 +1,11 @@
-"""Continuous batching through mlx-lm's BatchGenerator, behind the Backend protocol. Lives on the worker thread.
+"""Continuous batching, behind the Backend protocol: which prompt is prefilled next, and which sequences decode.
 
-    insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in the generator --> kept prefix
+    insert --> prompt, waits --(nobody prefills the same)--> prefilled --> decoding, in a row --> kept prefix
       ^                                                                         |
-      +------------------------------- paused, kept prefix <-------- pause ------+
+      +----------------------------- paused, kept prefix <-------- pause --------+
 
-Each prompt is prefilled alone here, because BatchGenerator pads prompts that it prefills together to the longest one.
-BatchGenerator then gets the sequence with its cache and the prompt's last token. Only this module knows
-BatchGenerator. Models that cannot be batched run in single.py.
+Each prompt is prefilled alone, in its own cache. The sequence then joins the running batch (rows.py) with this cache
+and the prompt's last token. Lives on the worker thread.
 """
 
 from __future__ import annotations
@@ -18,16 +17,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
-from mlx_serve.engine.cache.checkpoints import cut, up_to
+from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
+from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
+from mlx_serve.engine.generate.rows import Row, Rows
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import RunningSequence
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
@@ -66,19 +66,13 @@ class BatchBackend(LoadedBackend):
         self._is_first_s_turn = False
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
-        self._decoding: dict[int, RunningSequence] = {}
+        self._decoding: dict[Row, RunningSequence] = {}
+        self._rows = Rows(loaded.model, alone=bool(loaded.alone))
         self._paused: dict[Job, RunningSequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
         self._budget = PrefillBudget(options.prefill_step_size)
-        self._stops = StopSequences([(token,) for token in sorted(loaded.eos_ids)])
-        self._generator = BatchGenerator(
-            loaded.model,
-            completion_batch_size=options.decode_concurrency,
-            # All prefilled sequences join the batch at once.
-            prefill_batch_size=options.decode_concurrency,
-        )
 
     @property
     def n_decoding(self) -> int:
@@ -86,10 +80,10 @@ class BatchBackend(LoadedBackend):
         return len(self._decoding)
 
     def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """All caches of a batch are padded to the longest one. Embedding has one cache at a time."""
+        """The rows of the batch. Embedding has one cache at a time."""
         in_batch = [len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs if job.inputs is None]
         embedded = [len(job.prompt.tokens) for job in jobs if job.inputs is not None]
-        n_bytes = len(in_batch) * self._loaded.kv_size.bytes(max(in_batch, default=0))
+        n_bytes = rows_bytes(self._loaded.kv_size, in_batch)
         return n_bytes + (self._loaded.kv_size.bytes(max(embedded)) if embedded else 0)
 
     def insert(self, job: Job) -> None:
@@ -122,37 +116,26 @@ class BatchBackend(LoadedBackend):
         for sequence in (*self._prompts, *self._prefilled):
             if sequence.choice.job in jobs:
                 self._paused[sequence.choice.job] = sequence.as_new(sequence.ids)
-        decoding = {uid: sequence for uid, sequence in self._decoding.items() if sequence.choice.job in jobs}
-        drawn = self._drawn() if decoding else {}
-        held = self._take_out(jobs)
+        decoding = dict(self._decoding)
         events = []
-        for uid, sequence in decoding.items():
-            choice = sequence.choice
-            event = choice.event(drawn[uid], self._finish(choice, drawn[uid]))
+        for row, token in self._take_out(jobs).items():
+            sequence, choice = decoding[row], decoding[row].choice
+            event = choice.event(token, self._finish(choice, token))
             events.append((choice.job, event))
             if not is_last(event):
-                self._paused[choice.job] = sequence.as_new(as_ids([*held[uid], drawn[uid]]))
+                self._paused[choice.job] = sequence.as_new(as_ids([*row.tokens, token]))
         for job in jobs:
             if job in self._paused:
                 self.hold(job, self._paused[job].ids)
         return events
-
-    def _drawn(self) -> dict[int, int]:
-        """The next token of each sequence in the generator, by its number. mlx-lm draws one ahead of what it returns.
-
-        mlx-lm has no public way to it, and drawing it again would need a cache without the last token, which a
-        recurrent state cannot give.
-        """
-        batch = self._generator._generation_batch
-        return dict(zip(batch.uids, batch._next_tokens.tolist(), strict=True))
 
     def _finish(self, choice: TokenChoice, token: int) -> Literal["stop", "length"] | None:
         if token in self._loaded.eos_ids:
             return "stop"
         return "length" if choice.n_output + 1 >= choice.job.sampling.max_tokens else None
 
-    def _take_out(self, jobs: Collection[Job]) -> dict[int, list[int]]:
-        """Take jobs out, with their caches as kept prefixes. Returns the held tokens of decoding ones."""
+    def _take_out(self, jobs: Collection[Job]) -> dict[Row, int]:
+        """Take jobs out, with their caches as kept prefixes. Returns the next token of each decoding one."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
         for waiting in (self._prompts, self._prefilled):
@@ -163,12 +146,8 @@ class BatchBackend(LoadedBackend):
                     self._store(sequence, sequence.ids[: sequence.n_done], sequence.cache)
                 # Waiting prompts keep a reference to this sequence until they start.
                 sequence.cache = None
-        uids = [uid for uid, sequence in self._decoding.items() if sequence.choice.job in jobs]
-        kept = self._generator.remove(uids, return_prompt_caches=True)
-        gone = {uid: self._decoding.pop(uid) for uid in uids}
-        for uid, (cache, tokens) in kept.items():
-            self._store(gone[uid], as_ids(tokens), cache)
-        return {uid: tokens for uid, (_, tokens) in kept.items()}
+        rows = [row for row, sequence in self._decoding.items() if sequence.choice.job in jobs]
+        return {row: self._end(row) for row in rows}
 
     def plan_step(self, gap_s: float) -> StepPlan:
         plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
@@ -196,8 +175,7 @@ class BatchBackend(LoadedBackend):
                 sequence.choice.constraint.give_up()
 
     def close(self) -> None:
-        """Restore the device settings that the generator changed."""
-        self._generator.close()
+        """Nothing is held outside this object."""
 
     # Prompts.
 
@@ -268,7 +246,7 @@ class BatchBackend(LoadedBackend):
         return 0
 
     def _advance(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
-        """Run up to ``n_tokens`` of a prompt and return how many ran. The last token is left for the generator."""
+        """Run up to ``n_tokens`` of a prompt and return how many ran. The last token is left for the batch."""
         cache = prompt.cache
         if cache is None:
             cache = self._begin(prompt)
@@ -311,16 +289,23 @@ class BatchBackend(LoadedBackend):
 
     def _share(self, prompt: RunningSequence, donor: RunningSequence) -> list[Any] | None:
         """A copy of the first tokens of a running sequence's cache; None when its length is not as expected."""
-        cache, n_held = donor.cache, donor.n_done
+        cache = donor.cache
         if cache is None:
-            cache, held = self._generator.extract_cache([donor.uid])[donor.uid]
-            n_held = len(held)
-        # Until the donor decodes, its cache is its own.
-        shared = cut(cache, n_held, donor.trail.kept, prompt.n_done)
+            assert donor.row is not None
+            shared = self._of_row(donor.row, donor.trail.kept, prompt.n_done)
+        else:
+            # Until the donor decodes, its cache is its own.
+            shared = cut(cache, donor.n_done, donor.trail.kept, prompt.n_done)
         if not is_whole(shared, prompt.n_done):
             return None
         prompt.trail.kept = up_to(donor.trail.kept, prompt.n_done)
         return shared
+
+    def _of_row(self, row: Row, checkpoints: Sequence[Checkpoint], n_tokens: int) -> list[Any]:
+        """A copy of the first tokens of a sequence in the batch."""
+        if self._loaded.trimmable:
+            return self._rows.copy(row, n_tokens)
+        return cut(self._rows.copy(row), len(row.tokens), checkpoints, n_tokens, is_own=True)
 
     # Decoding, scoring and embedding.
 
@@ -332,29 +317,30 @@ class BatchBackend(LoadedBackend):
             self._budget.note_nobody()
             return []
         started_s = self._clock()
-        _, responses = self._generator.next()
-        if responses:
+        drawn = self._rows.step()
+        if drawn:
             self._budget.note_decoding(self._clock() - started_s)
-        return [self._event(response) for response in responses]
+        return [self._event(row, token) for row, token in drawn]
 
     def _join(self, sequence: RunningSequence) -> None:
-        """Hand a sequence to the generator. Its cache holds all of the prompt but the last token."""
+        """Move a sequence into the batch. Its cache holds all of the prompt but the last token."""
+        assert sequence.cache is not None
         choice = sequence.choice
-        tokens = sequence.ids.tolist()
-        (sequence.uid,) = self._generator.insert(
-            [tokens[-1:]],
-            max_tokens=[choice.job.sampling.max_tokens - choice.n_output],
-            caches=[sequence.cache],
-            all_tokens=[tokens[:-1]],
-            samplers=[choice.sampler],
-            logits_processors=[choice.processors],
-            stop_sequences=[self._stops],
-        )
+        *tokens, last = sequence.ids.tolist()
+        sequence.row = Row(tokens, last, choice.sampler, choice.processors)
+        self._rows.join(sequence.row, sequence.cache)
         sequence.cache = None
-        self._decoding[sequence.uid] = sequence
+        self._decoding[sequence.row] = sequence
+
+    def _end(self, row: Row) -> int:
+        """Take a sequence out of the batch, and keep its cache as a prefix. Returns the token that it drew last."""
+        sequence = self._decoding.pop(row)
+        cache, drawn = self._rows.leave(row)
+        self._store(sequence, as_ids(row.tokens), cache)
+        return drawn
 
     def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
-        """Score part of a prompt. A finished prompt goes to the generator."""
+        """Score part of a prompt. A finished prompt joins the batch."""
         scoring = self._scoring[0]
         job = scoring.choice.job
         started_s = self._clock()
@@ -392,17 +378,14 @@ class BatchBackend(LoadedBackend):
             self._embedding.rotate(-1)
         return [(embedding.job, event) for event in events]
 
-    def _event(self, response: Any) -> tuple[Job, Event]:
-        sequence = self._decoding[response.uid]
+    def _event(self, row: Row, token: int) -> tuple[Job, Event]:
+        sequence = self._decoding[row]
         # The sequence's first step took the prompt's last token.
         sequence.n_done = len(sequence.ids)
         choice = sequence.choice
-        event = choice.event(response.token, response.finish_reason)
-        if response.finish_reason is not None:
-            del self._decoding[response.uid]
-            self._store(sequence, as_ids(response.all_tokens), response.prompt_cache)
-        elif isinstance(event, Failed):
-            self.remove([choice.job])
+        event = choice.event(token, self._finish(choice, token))
+        if is_last(event):
+            self._end(row)
         return choice.job, event
 
     def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any]) -> None:

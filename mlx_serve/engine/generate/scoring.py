@@ -1,6 +1,6 @@
 """The log-probabilities of a prompt's tokens, for ``echo`` with ``logprobs``: a separate forward pass, in chunks.
 
-BatchGenerator discards the prompt's logits, so this module runs the sequence alone. Its cache is then used to generate.
+Prefill computes no logits, so this module runs the prompt in passes of its own. Its cache is then used to generate.
 Kept prefixes do not help, because every token's row of logits is needed.
 """
 

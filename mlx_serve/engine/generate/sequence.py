@@ -1,6 +1,6 @@
 """A job in the batch: the progress of its prompt, and how much of it other sequences have computed already.
 
-Knows no batch and no generator. Worker thread.
+Knows no batch. Worker thread.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from typing import Any
 
 from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
 from mlx_serve.engine.cache.prefixes import Ids, common
+from mlx_serve.engine.generate.rows import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
 
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """A job in one of three states: waiting (no ``cache``), being prefilled, or decoding (with a ``uid``).
+    """A job in one of three states: waiting (no ``cache``), being prefilled, or decoding (with a ``row``).
 
     ``ids``: its prompt, and the output before a pause. ``n_done`` of them are in its KV cache. Before it begins: the
     tokens that it could reuse, from the ``donor`` or from the kept prefixes. ``trail``: where a cache that can't be
@@ -27,7 +28,7 @@ class RunningSequence:
     cache: list[Any] | None = None
     n_done: int = 0
     trail: Trail = field(default_factory=Trail)
-    uid: int = -1
+    row: Row | None = None
     has_started: bool = False
     donor: RunningSequence | None = None
     cache_version: int = -1
@@ -36,7 +37,7 @@ class RunningSequence:
 
     @property
     def n_left(self) -> int:
-        """The tokens to prefill: all but the last, which the generator takes."""
+        """The tokens to prefill: all but the last, which the batch takes."""
         return len(self.ids) - 1 - self.n_done
 
     @property

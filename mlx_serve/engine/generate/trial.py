@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE
 from mlx_serve.engine.cache.kinds import (
     always_trims,
-    can_batch,
     is_fixed,
     is_quantized,
     kind_names,
@@ -26,18 +26,20 @@ from mlx_serve.engine.cache.kinds import (
     packed,
     take_back,
 )
+from mlx_serve.engine.cache.rows import can_join
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
+from mlx_serve.engine.generate.rows import Row, Rows
 
 # A model that lacks the tried ability raises one of these, or MLX does during the computation.
 _FAULTS = (*ALIKE, MemoryError, RuntimeError)
-# A long prompt, and a short one that joins it. The short one is padded, and shorter than the window of some layers.
+# A long prompt, and a short one that joins it. The short one is much shorter, also than the window of some layers.
 _LONG = tuple(range(3, 51))
 _SHORT = (7, 11)
 _N_TOKENS = 3
 # The allowed distance between log-probabilities of the same tokens, as a fraction of their spread. Rounding to 16 bits
-# gives 0.01, and more where a token is near a tie between two experts. The long prompt has no padding, so it shows the
-# rounding of this model. The short prompt differs by more only if it saw its padding or had a wrong position.
+# gives 0.01, and more where a token is near a tie between two experts. The long prompt starts alone, so it shows the
+# rounding of this model. The short prompt differs by more only if it saw more than its tokens or had a wrong position.
 _TOLERANCE = 0.1
 _LEAST_TOLERANCE = 0.02
 _TIMES_THE_LONG_ONE_S = 4
@@ -88,14 +90,14 @@ def packing_fault(models: Sequence[Any], bits: int, kv_bits: int | None) -> str:
 
 def batch_fault(model: Any) -> str:
     """Why sequences of a model can't run together. Raises the model's error when it can't even run alone."""
-    if faulty := [layer for layer in make_prompt_cache(model) if not can_batch(layer)]:
-        return f"mlx-lm cannot batch its {kind_names(faulty)}"
+    if faulty := [layer for layer in leaves(make_prompt_cache(model)) if not can_join(layer)]:
+        return f"a batch cannot have its {kind_names(faulty)}"
     caches = [_prefilled(model, prompt) for prompt in (_LONG, _SHORT)]
     alone = copy.deepcopy(caches)
     try:
         together = _together(model, caches)
     except _FAULTS as error:
-        return f"mlx-lm fails to batch it: {one_line(error)}"
+        return f"it fails in a batch: {one_line(error)}"
     long, short = (
         median(_apart(model, prompt, cache, rows))
         for prompt, cache, rows in zip((_LONG, _SHORT), alone, together, strict=True)
@@ -144,29 +146,32 @@ def rewind_fault(model: Any, *, computes: bool) -> str:
 
 def _together(model: Any, caches: Sequence[list[Any]]) -> list[list[tuple[int, mx.array]]]:
     """Tokens and log-probabilities of both prompts, greedy, the short one joining after a token of the long one."""
-    generator = BatchGenerator(model, completion_batch_size=2, prefill_batch_size=2)
-    out: list[list[tuple[int, mx.array]]] = []
+    rows = Rows(model)
+    logprobs: list[list[mx.array]] = [[], []]
+    joining = [
+        Row(list(prompt[:-1]), prompt[-1], partial(_noted, seen))
+        for prompt, seen in zip((_LONG, _SHORT), logprobs, strict=True)
+    ]
+    tokens: dict[Row, list[int]] = {row: [] for row in joining}
 
-    def join(n_tokens: int, prompt: Sequence[int], cache: list[Any]) -> None:
-        generator.insert([[prompt[-1]]], max_tokens=[n_tokens], caches=[cache], all_tokens=[list(prompt[:-1])])
-        out.append([])
+    def step() -> None:
+        for row, token in rows.step():
+            tokens[row].append(token)
 
-    try:
-        join(_N_TOKENS + 1, _LONG, caches[0])
-        while not out[0]:
-            _take(generator, out)
-        join(_N_TOKENS, _SHORT, caches[1])
-        while len(out[0]) <= _N_TOKENS or len(out[1]) < _N_TOKENS:
-            _take(generator, out)
-    finally:
-        generator.close()
-    return out
+    long, short = joining
+    rows.join(long, caches[0])
+    while not tokens[long]:
+        step()
+    rows.join(short, caches[1])
+    while len(tokens[short]) < _N_TOKENS:
+        step()
+    return [list(zip(tokens[row], seen, strict=False)) for row, seen in zip(joining, logprobs, strict=True)]
 
 
-def _take(generator: BatchGenerator, out: Sequence[list[tuple[int, mx.array]]]) -> None:
-    """A step. mlx-lm numbers sequences from 0."""
-    for response in generator.next()[1]:
-        out[response.uid].append((response.token, response.logprobs))
+def _noted(seen: list[mx.array], logprobs: mx.array) -> mx.array:
+    """A greedy sampler for one row that keeps what it has seen."""
+    seen.append(logprobs[0])
+    return mx.argmax(logprobs, axis=-1)
 
 
 def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[tuple[int, mx.array]]) -> list[float]:

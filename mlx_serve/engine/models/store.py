@@ -101,7 +101,6 @@ class ModelStore:
         self._prompt_cache_bytes = prompt_cache_bytes
         self._prompt_cache_bits = prompt_cache_bits
         self._budget = budget or MemoryBudget()
-        self.kv_copies = self._budget.kv_copies
         self._disk = disk
         self._sharding = sharding
         self._wired = wired or WiredLimit()

@@ -43,7 +43,6 @@ class Leader:
         self.weights_bytes = store.weights_bytes
         self.has_room = store.has_room
         self.kv_limit = store.kv_limit
-        self.kv_copies = store.kv_copies
         self.memory = store.memory
         self.rest = store.rest
 

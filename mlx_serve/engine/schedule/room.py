@@ -6,7 +6,7 @@ Kept prefixes and idle models are dropped for jobs. Worker thread, except ``chec
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -29,8 +29,8 @@ class Room:
         """Whether the job's KV cache fits once ``make_room`` is called. Raises ApiError 400: it never fits."""
         self.check_alone(job, slot)
         while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
-            wanted = self._running_bytes() + self._kv_bytes(slot, [*slot.running, job])
-            wanted -= self._kv_bytes(slot, slot.running)
+            wanted = self._running_bytes() + slot.backend.kv_bytes([*slot.running, job])
+            wanted -= slot.backend.kv_bytes(slot.running)
             if wanted <= limit:
                 return True
             # Idle models are unloaded only when no running job could make room.
@@ -44,7 +44,7 @@ class Room:
         """Refuse a job that would not fit even alone. Raises ApiError 400. Any thread."""
         # Computed without other models in memory, because they can be unloaded.
         limit = self._models.kv_limit([job.model])
-        if limit is None or (alone := self._kv_bytes(slot, [job])) <= limit:
+        if limit is None or (alone := slot.backend.kv_bytes([job])) <= limit:
             return
         if not (job.sampling.is_limit_default and self._shorten(job, slot, limit)):
             raise _never_fits(job, alone, limit)
@@ -55,7 +55,7 @@ class Room:
 
         def fits(n_output: int) -> bool:
             job.sampling = replace(whole, max_tokens=n_output)
-            return self._kv_bytes(slot, [job]) <= limit
+            return slot.backend.kv_bytes([job]) <= limit
 
         # The first number of tokens that does not fit, minus one.
         most = bisect_left(range(1, whole.max_tokens + 1), True, key=lambda n_output: not fits(n_output))
@@ -64,10 +64,7 @@ class Room:
 
     def _running_bytes(self) -> int:
         """The most bytes that all running KV caches can take."""
-        return sum(self._kv_bytes(slot, slot.running) for slot in self._loaded.slots.values() if slot.running)
-
-    def _kv_bytes(self, slot: Slot, jobs: Collection[Job]) -> int:
-        return slot.backend.kv_bytes(jobs) * self._models.kv_copies
+        return sum(slot.backend.kv_bytes(slot.running) for slot in self._loaded.slots.values() if slot.running)
 
     def _cached_bytes(self) -> int:
         return sum(slot.backend.cache_bytes for slot in self._loaded.slots.values())

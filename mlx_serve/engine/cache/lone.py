@@ -1,0 +1,49 @@
+"""The cache of a batch of one, for models whose caches can't be rows. It is used as ``rows.BatchCache`` is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_serve.engine.cache.kinds import cut_back, take_back
+
+
+class LoneCache:
+    """A sequence's own cache. ``lengths`` has at most one entry."""
+
+    def __init__(self) -> None:
+        self.layers: list[Any] = []
+        self.lengths: list[int] = []
+        self._n_added = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the cache."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def join(self, cache: Sequence[Any], length: int) -> None:
+        """Take over the cache of the only sequence."""
+        assert not self.lengths, "a second sequence joins one that must run alone"
+        self.layers, self.lengths = list(cache), [length]
+
+    def leave(self, row: int) -> None:
+        """Give the cache up."""
+        self.layers, self.lengths = [], []
+
+    def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:
+        """A copy of the sequence's cache, or of its first ``n_tokens``, which then must be trimmable."""
+        cache = copy.deepcopy(self.layers)
+        cut_back(cache, self.lengths[row] - n_tokens if n_tokens is not None else 0)
+        return cache
+
+    def begin(self, n_tokens: int) -> None:
+        """Prepare a pass that adds ``n_tokens``."""
+        self._n_added = n_tokens
+
+    def advance(self, n_tokens: Sequence[int]) -> None:
+        """Keep the first so many of the tokens that the pass added."""
+        (n_kept,) = n_tokens
+        if n_kept < self._n_added:
+            take_back(self.layers, self._n_added - n_kept)
+        self.lengths[0] += n_kept

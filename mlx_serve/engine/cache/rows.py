@@ -1,0 +1,448 @@
+"""KV caches of a batch. Each sequence has a row, and each row its own length, so no row is padded to another one.
+
+A row's tokens are at ``keys[row, :, :length]``. Joining writes one row and leaving moves the last row into the gap;
+the other rows are not copied. Dropping a row's last tokens only lowers its length. mlx-lm's batch caches align all
+rows at the right edge, and copy every row of every layer at each join and leave.
+
+``BatchCache`` has the layers, which mlx-lm's models use like its own caches: by ``offset``, ``update_and_fetch`` and
+``make_mask``. Worker thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    create_attention_mask,
+)
+
+from mlx_serve.engine.cache.kinds import bare_state, leaves
+from mlx_serve.engine.cache.size import KvSize
+
+# The most tokens that a pass may add to a row.
+MAX_PASS = 16
+# Rows are allocated for a multiple of so many tokens.
+_STEP = 256
+# The most tokens of the rows in the first bank. Each further bank has rows up to four times as long: a bank takes the
+# memory of its longest row for each row, and the time of a pass for itself.
+_FIRST_BANK = 2048
+_TIMES_LONGER = 4
+
+
+def can_join(layer: Any) -> bool:
+    """Whether a layer's cache can become a row."""
+    if type(layer) is CacheList:
+        return all(map(can_join, layer.caches))
+    if type(layer) is RotatingKVCache:
+        return bool(layer.keep == 0)
+    return type(layer) in (KVCache, QuantizedKVCache, ArraysCache)
+
+
+def n_allocated(n_rows: int) -> int:
+    """For how many rows memory is allocated: some are spare, so that most joins copy no other row."""
+    return n_rows + n_rows // 4
+
+
+def bank_of(length: int) -> int:
+    """The bank for a row of ``length`` tokens."""
+    bank, most = 0, _FIRST_BANK
+    while length > most:
+        bank, most = bank + 1, most * _TIMES_LONGER
+    return bank
+
+
+def rows_bytes(size: KvSize, lengths: Sequence[int]) -> int:
+    """The most bytes that rows can take while they grow to ``lengths``.
+
+    A row costs what the longest row of its bank does. On its way, a longer row passes through the bank.
+    """
+    longest = max(lengths, default=0)
+    banks = Counter(map(bank_of, lengths))
+    ends = {bank: min(longest, _FIRST_BANK * _TIMES_LONGER**bank) for bank in banks}
+    return sum(n_allocated(n) * size.bytes(ends[bank]) for bank, n in banks.items())
+
+
+class BatchCache:
+    """The caches of all layers. ``layers`` is what the model gets. ``lengths``: the tokens in each row."""
+
+    def __init__(self, like: Sequence[Any]) -> None:
+        """No rows yet. ``like``: the cache of a sequence that will join."""
+        self.layers: list[Any] = [_rows_like(layer) for layer in like]
+        self.lengths: list[int] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all rows, with the spare ones."""
+        return sum(rows.nbytes for rows in leaves(self.layers))
+
+    def join(self, cache: Sequence[Any], length: int) -> None:
+        """Add a row with the ``length`` tokens of a sequence's ``cache``. Layer by layer, that cache is emptied."""
+        for rows, single in zip(leaves(self.layers), leaves(cache), strict=True):
+            rows.join(single, len(self.lengths), length)
+            mx.eval(rows.state)
+        self.lengths.append(length)
+
+    def leave(self, row: int) -> None:
+        """Remove a row. The last row takes its place."""
+        last = len(self.lengths) - 1
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        for rows in leaves(self.layers):
+            rows.leave(row, last)
+            mx.eval(rows.state)
+        self.fit()
+
+    def fit(self) -> None:
+        """Free memory that no row needs any more, if it is a large part."""
+        for rows in leaves(self.layers):
+            rows.fit(len(self.lengths), max(self.lengths, default=0))
+            mx.eval(rows.state)
+
+    def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:
+        """A row as the cache of a single sequence, which shares no memory with the batch.
+
+        ``n_tokens``: only its first tokens. Raises ValueError if the rows can't be cut back.
+        """
+        length = self.lengths[row]
+        cache = [_single(layer, row, length, length if n_tokens is None else n_tokens) for layer in self.layers]
+        mx.eval([layer.state for layer in cache])
+        return cache
+
+    def begin(self, n_tokens: int) -> None:
+        """Prepare a pass that adds ``n_tokens``, at most ``MAX_PASS``, to each row."""
+        positions = _Positions(self.lengths, n_tokens)
+        for rows in leaves(self.layers):
+            rows.begin(positions)
+
+    def advance(self, n_tokens: Sequence[int]) -> None:
+        """Keep the first so many of the tokens that the pass added to each row."""
+        self.lengths = [length + n for length, n in zip(self.lengths, n_tokens, strict=True)]
+
+
+class _Positions:
+    """Where the tokens of a pass go, and what they may see. All layers share one."""
+
+    def __init__(self, lengths: Sequence[int], n_tokens: int) -> None:
+        self.n_tokens = n_tokens
+        self.longest = max(lengths) + n_tokens
+        self.start = mx.array(list(lengths))
+        self.end = self.start + n_tokens
+        self.n_rows = len(lengths)
+        self._queries = self.start[:, None] + mx.arange(n_tokens)
+        self._is_even = len(set(lengths)) == 1
+        self._places: dict[tuple[int, int, int | None], mx.array] = {}
+        self._masks: dict[tuple[int | None, int | None], mx.array] = {}
+
+    def places(self, n_heads: int, n_slots: int, ring: int | None) -> mx.array:
+        """The places of the new tokens in an array of (rows, heads, slots), counted through; shape (tokens, 1)."""
+        key = (n_heads, n_slots, ring)
+        if key not in self._places:
+            slots = self._queries if ring is None else self._queries % ring
+            heads = mx.arange(self.n_rows * n_heads).reshape(self.n_rows, n_heads, 1)
+            self._places[key] = (heads * n_slots + slots[:, None]).reshape(-1, 1)
+        return self._places[key]
+
+    def mask(self, ring: int | None, window: int | None, *, return_array: bool) -> Any:
+        """The slots that each new token may see: shape (rows, 1, tokens, slots), or a short form that mlx-lm knows."""
+        if self._is_even and ring is None:
+            before = self.longest - self.n_tokens
+            return create_attention_mask(self.n_tokens, before, return_array, window)
+        if (ring, window) not in self._masks:
+            self._masks[ring, window] = self._mask(ring, window)
+        return self._masks[ring, window]
+
+    def _mask(self, ring: int | None, window: int | None) -> mx.array:
+        query = self._queries[:, None, :, None]
+        held = mx.arange(self.longest if ring is None else min(ring, self.longest))
+        if ring is not None:
+            # The newest position that belongs in each slot. Below 0: none has been written there yet.
+            last = (self.end - 1)[:, None, None, None]
+            held = last - (last - held) % ring
+        visible = (held >= 0) & (held <= query)
+        return visible if window is None else visible & (held > query - window)
+
+
+class KvRows:
+    """Rows of a KVCache or a RotatingKVCache.
+
+    ``keys`` and ``values`` are (rows, heads, slots, width), with the first three axes in one: MLX writes scattered
+    tokens quickly, and without a copy, only along one axis.
+    The rows of a sliding window are rings. A token's slot is its position modulo the ring, which has room for a pass
+    beside the window: tokens that are dropped after a pass have overwritten only what no later token sees.
+    """
+
+    def __init__(self, like: Any) -> None:
+        self.window: int | None = like.max_size if isinstance(like, RotatingKVCache) else None
+        self.ring = None if self.window is None else self.window + MAX_PASS
+        self.keys: Any = None
+        self.values: Any = None
+        self.offset: Any = 0
+        # The rows, heads and slots for which there is memory.
+        self._shape = (0, 0, 0)
+        self._positions: _Positions | None = None
+
+    # As mlx-lm's models use it.
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add the tokens of a pass, shape (rows, heads, tokens, width), and return what its queries may see."""
+        assert self._positions is not None
+        new = self._encoded(keys, values)
+        if self.keys is None:
+            self._allocate(new, len(keys), self._positions.longest)
+        places = self._positions.places(*self._shape[1:], self.ring)
+        self.keys, self.values = tree_map(
+            lambda held, more: mx.put_along_axis(held, places, more.reshape(-1, more.shape[-1]), axis=0),
+            (self.keys, self.values),
+            new,
+        )
+        self.offset = self._positions.end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """The slots in use of the rows in use."""
+        assert self._positions is not None
+        n_rows, n_slots = self._positions.n_rows, self._n_slots(self._positions.longest)
+        keys, values = tree_map(lambda held: self._split(held)[:n_rows, :, :n_slots], (self.keys, self.values))
+        return keys, values
+
+    def make_mask(self, n_tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        """The mask of the pass that ``begin`` prepared."""
+        assert self._positions is not None
+        assert n_tokens == self._positions.n_tokens
+        return self._positions.mask(self.ring, window_size or self.window, return_array=return_array)
+
+    # As BatchCache uses it.
+
+    @property
+    def state(self) -> list[mx.array]:
+        """The arrays to evaluate."""
+        return _arrays(self.keys, self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all rows, with the spare ones."""
+        return sum(array.nbytes for array in self.state)
+
+    def begin(self, positions: _Positions) -> None:
+        """Prepare a pass."""
+        self._positions = positions
+        self.offset = positions.start
+        self._make_room(positions.n_rows, positions.n_rows, positions.longest)
+
+    def join(self, single: Any, n_rows: int, length: int) -> None:
+        """Write a row behind the first ``n_rows``: all of it, so that nothing of an earlier row is left there."""
+        held = None if single.empty() else _held(single)
+        if self.keys is None and held is not None:
+            self._allocate(held, n_rows + 1, length)
+        self._make_room(n_rows, n_rows + 1, length)
+        _, n_heads, n_slots = self._shape
+        for i, array in enumerate(self.state):
+            row = mx.zeros((1, n_heads, n_slots, array.shape[-1]), array.dtype)
+            if held is not None:
+                more = _arrays(*held)[i]
+                n_held = more.shape[2]
+                for slot, first, n in self._runs(length - n_held, n_held):
+                    row[:, :, slot : slot + n] = more[:, :, first : first + n]
+            self._write(array, n_rows, row)
+        single.keys = single.values = None
+
+    def leave(self, row: int, last: int) -> None:
+        """Move the last row into the place of another."""
+        if row == last:
+            return
+        # ``take`` copies, and must be done first: an array that is being read is copied when it is written to.
+        moved = [mx.take(self._split(array), mx.array([last]), axis=0) for array in self.state]
+        mx.eval(moved)
+        for array, new in zip(self.state, moved, strict=True):
+            self._write(array, row, new)
+
+    def fit(self, n_rows: int, longest: int) -> None:
+        """Shrink what is much too large for the rows in use."""
+        if n_rows == 0:
+            self.keys = self.values = None
+        if self.keys is None:
+            return
+        most_rows, _, n_slots = self._shape
+        wanted_rows, wanted_slots = n_allocated(n_rows), self._capacity(longest)
+        if most_rows - wanted_rows > max(1, most_rows // 4) or 2 * wanted_slots <= n_slots:
+            self._resize(wanted_rows, wanted_slots, n_rows)
+
+    def single(self, row: int, length: int, n_tokens: int) -> Any:
+        """A copy of a row as mlx-lm's cache of one sequence."""
+        if self.window is None:
+            cache: Any = KVCache()
+        else:
+            cache = RotatingKVCache(self.window)
+            if n_tokens != length > self.window:
+                raise ValueError("a sliding window that is full cannot be cut back")
+        if self.keys is not None:
+            n_held = n_tokens if self.window is None else min(n_tokens, self.window)
+            cache.keys, cache.values = self._taken(row, n_tokens - n_held, n_held)
+            cache.offset = n_tokens
+            if self.window is not None:
+                cache._idx = n_held
+        return cache
+
+    # Private.
+
+    def _encoded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        return keys, values
+
+    def _split(self, array: mx.array) -> mx.array:
+        """An array with its four axes."""
+        return array.reshape(*self._shape, -1)
+
+    def _write(self, array: mx.array, row: int, new: mx.array) -> None:
+        _, n_heads, n_slots = self._shape
+        n = n_heads * n_slots
+        array[row * n : (row + 1) * n] = new.reshape(n, -1)
+
+    def _n_slots(self, length: int) -> int:
+        return length if self.ring is None else min(length, self.ring)
+
+    def _capacity(self, length: int) -> int:
+        return self._n_slots(-(-length // _STEP) * _STEP)
+
+    def _allocate(self, like: tuple[Any, Any], n_rows: int, length: int) -> None:
+        self._shape = (n_allocated(n_rows), _arrays(*like)[0].shape[1], self._capacity(length))
+        self.keys, self.values = tree_map(
+            lambda array: mx.zeros((prod(self._shape), array.shape[-1]), array.dtype), like
+        )
+
+    def _make_room(self, n_used: int, n_rows: int, length: int) -> None:
+        """Make room for ``n_rows`` rows, of which the first ``n_used`` are in use, of ``length`` tokens each."""
+        most_rows, _, n_slots = self._shape
+        if self.keys is not None and (most_rows < n_rows or n_slots < self._n_slots(length)):
+            most_rows = most_rows if most_rows >= n_rows else n_allocated(n_rows)
+            self._resize(most_rows, max(n_slots, self._capacity(length)), n_used)
+
+    def _resize(self, n_rows: int, n_slots: int, n_used: int) -> None:
+        """Copy the first ``n_used`` rows into new arrays."""
+        _, n_heads, n_old = self._shape
+        n = min(n_old, n_slots)
+
+        def resized(array: mx.array) -> mx.array:
+            larger = mx.zeros((n_rows, n_heads, n_slots, array.shape[-1]), array.dtype)
+            larger[:n_used, :, :n] = self._split(array)[:n_used, :, :n]
+            return larger.reshape(-1, array.shape[-1])
+
+        self.keys, self.values = tree_map(resized, (self.keys, self.values))
+        self._shape = (n_rows, n_heads, n_slots)
+        mx.eval(self.state)
+
+    def _runs(self, first: int, n: int) -> Iterator[tuple[int, int, int]]:
+        """The slots of the positions from ``first`` on, in runs: (first slot, index of its position, how many)."""
+        done = 0
+        while done < n:
+            slot = first + done if self.ring is None else (first + done) % self.ring
+            n_run = n - done if self.ring is None else min(n - done, self.ring - slot)
+            yield slot, done, n_run
+            done += n_run
+
+    def _taken(self, row: int, first: int, n: int) -> tuple[Any, Any]:
+        """A copy of ``n`` tokens of a row, from position ``first`` on."""
+        positions = mx.arange(first, first + n)
+        slots = positions if self.ring is None else positions % self.ring
+        keys, values = tree_map(
+            lambda array: mx.take(self._split(array)[row : row + 1], slots, axis=2), (self.keys, self.values)
+        )
+        return keys, values
+
+
+class QuantizedKvRows(KvRows):
+    """Rows of a QuantizedKVCache: ``keys`` and ``values`` are each the packed numbers, the scales and the biases."""
+
+    def __init__(self, like: QuantizedKVCache) -> None:
+        super().__init__(like)
+        # mlx-lm's attention is the quantized one for a cache that has these.
+        self.group_size, self.bits = like.group_size, like.bits
+
+    def _encoded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        options = {"group_size": self.group_size, "bits": self.bits}
+        return mx.quantize(keys, **options), mx.quantize(values, **options)
+
+    def single(self, row: int, length: int, n_tokens: int) -> Any:
+        cache = QuantizedKVCache(self.group_size, self.bits)
+        if self.keys is not None:
+            cache.keys, cache.values = map(list, self._taken(row, 0, n_tokens))
+            cache.offset = n_tokens
+        return cache
+
+
+class StateRows(ArraysCache):  # type: ignore[misc]
+    """Rows of an ArraysCache: states of a fixed size, which each pass replaces. They can't be cut back."""
+
+    def __init__(self, like: ArraysCache) -> None:
+        super().__init__(len(like.cache))
+        self.cache: list[mx.array | None]
+
+    def begin(self, positions: _Positions) -> None:
+        """Nothing to prepare: the states have no positions."""
+
+    def join(self, single: ArraysCache, n_rows: int, length: int) -> None:
+        """Add the state of a sequence. A state that was never set is all zeros."""
+        self.cache = [_with_row(state, new, n_rows) for state, new in zip(self.cache, single.cache, strict=True)]
+        single.cache = [None] * len(single.cache)
+
+    def leave(self, row: int, last: int) -> None:
+        """Move the last state into the place of another."""
+        kept = mx.array([last if i == row else i for i in range(last)], mx.int32)
+        self.cache = [None if state is None or not last else mx.take(state, kept, axis=0) for state in self.cache]
+
+    def fit(self, n_rows: int, longest: int) -> None:
+        """The states have no spare rows."""
+
+    def single(self, row: int, length: int, n_tokens: int) -> ArraysCache:
+        """A copy of a state."""
+        if n_tokens != length:
+            raise ValueError("a recurrent state cannot be cut back")
+        cache = ArraysCache(len(self.cache))
+        cache.cache = [None if state is None else mx.take(state, mx.array([row]), axis=0) for state in self.cache]
+        return cache
+
+
+def _rows_like(layer: Any) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*map(_rows_like, layer.caches))
+    if isinstance(layer, ArraysCache):
+        return StateRows(layer)
+    return QuantizedKvRows(layer) if isinstance(layer, QuantizedKVCache) else KvRows(layer)
+
+
+def _single(layer: Any, row: int, length: int, n_tokens: int) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*(_single(part, row, length, n_tokens) for part in layer.caches))
+    return layer.single(row, length, n_tokens)
+
+
+def _held(single: Any) -> tuple[Any, Any]:
+    """The keys and values of a sequence's cache in the order of their positions, at most a window of them."""
+    if not isinstance(single, RotatingKVCache):
+        keys, values = bare_state(single)[:2]
+        return keys, values
+    n = single.size()
+    return tuple(single._temporal_order(array)[..., -n:, :] for array in (single.keys, single.values))
+
+
+def _arrays(*trees: Any) -> list[mx.array]:
+    return [array for _, array in tree_flatten(trees) if array is not None]
+
+
+def _with_row(state: mx.array | None, new: mx.array | None, n_rows: int) -> mx.array | None:
+    """A state with a row more; None while no row has one."""
+    some = state if state is not None else new
+    if some is None:
+        return None
+    first = state if state is not None else mx.zeros((n_rows, *some.shape[1:]), some.dtype)
+    last = new if new is not None else mx.zeros((1, *some.shape[1:]), some.dtype)
+    return mx.concatenate([first, last])

@@ -1,0 +1,252 @@
+"""Rows of a batch: a sequence among others has the cache that it has alone, and nobody else's rows are copied."""
+
+import copy
+import random
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from mlx_serve.engine.cache.rows import MAX_PASS, BatchCache, bank_of, can_join, rows_bytes
+from mlx_serve.engine.cache.size import KvSize
+from mlx_serve.engine.generate.rows import Row, Rows
+from tests.engine import fuzz
+from tests.engine.test_trial import LATENT
+from tests.engine.tinymodel import tiny, tiny_gemma, tiny_lfm2, tiny_llama
+
+MODELS = {
+    "plain": tiny_llama,
+    "windows": tiny_gemma,
+    "latent": lambda: tiny(LATENT),
+    "recurrent": lambda: tiny(fuzz.MAMBA),
+    "mixed": tiny_lfm2,
+    "lists": lambda: tiny(fuzz.LONGCAT),
+    "recurrent lists": lambda: tiny(fuzz.FALCON),
+    "window lists": lambda: tiny(fuzz.BAICHUAN),
+    "quantized": lambda: tiny_llama(head_dim=32),
+}
+CUT_BACK = ["plain", "windows", "latent", "lists", "quantized"]
+
+
+def cache_of(name, model, tokens):
+    """A sequence's own cache. The first pass of a quantized one is short: it is made before the cache is quantized."""
+    cache = make_prompt_cache(model)
+    if tokens:
+        model(mx.array(tokens[:2])[None], cache=cache)
+    if name == "quantized":
+        maybe_quantize_kv_cache(cache, 0, 32, 8)
+    if len(tokens) > 2:
+        model(mx.array(tokens[2:])[None], cache=cache)
+    mx.eval([layer.state for layer in cache])
+    return cache
+
+
+def near(a, b, tolerance):
+    return mx.allclose(a, b, atol=tolerance).item()
+
+
+class Sequences:
+    """Sequences in a batch, each with a copy that goes on alone."""
+
+    def __init__(self, name, rng):
+        self.name, self.rng, self.model = name, rng, MODELS[name]()
+        self.batch = BatchCache(cache_of(name, self.model, []))
+        self.alone = []
+
+    def join(self, n_tokens):
+        cache = cache_of(self.name, self.model, self.random(n_tokens))
+        self.alone.append(copy.deepcopy(cache))
+        self.batch.join(cache, n_tokens)
+
+    def leave(self, row):
+        self.batch.leave(row)
+        self.alone[row] = self.alone[-1]
+        self.alone.pop()
+
+    def come_back(self, row):
+        """Leave, and join again with the cache that the batch gave back."""
+        cache, length, alone = self.batch.copy(row), self.batch.lengths[row], self.alone[row]
+        self.leave(row)
+        self.batch.join(cache, length)
+        self.alone.append(alone)
+
+    def run(self, n_tokens, n_kept=None):
+        """A pass over so many tokens a row, of which ``n_kept`` stay; its logits are those of each row alone."""
+        tokens = [self.random(n_tokens) for _ in self.alone]
+        self.batch.begin(n_tokens)
+        logits = self.model(mx.array(tokens), cache=self.batch.layers)
+        # Another rounding before a number is quantized may change it by a whole step.
+        tolerance = 0.05 if self.name == "quantized" else 1e-3
+        kept = n_kept or [n_tokens] * len(tokens)
+        self.batch.advance(kept)
+        for n, row, own, cache in zip(kept, logits, tokens, self.alone, strict=True):
+            for i in range(n):
+                assert near(self.model(mx.array([own[i : i + 1]]), cache=cache)[0, 0], row[i], tolerance)
+
+    def random(self, n):
+        return [self.rng.randrange(250) for _ in range(n)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_join_and_leave_are_as_they_are_alone(name):
+    rng = random.Random(name)
+    sequences = Sequences(name, rng)
+    lengths = [40, 1, 0, 17, 100, 3, 60]
+    for n in lengths[:3]:
+        sequences.join(n)
+    for n in lengths[3:]:
+        sequences.run(1)
+        sequences.join(n)
+        sequences.run(1)
+        sequences.leave(rng.randrange(len(sequences.alone)))
+        sequences.come_back(rng.randrange(len(sequences.alone)))
+        sequences.run(1)
+    while sequences.alone:
+        sequences.run(1)
+        sequences.leave(0)
+    assert sequences.batch.nbytes == 0
+    sequences.join(5)
+    sequences.run(1)
+
+
+@pytest.mark.parametrize("name", CUT_BACK)
+def test_dropped_tokens_leave_no_trace(name):
+    rng = random.Random(name)
+    sequences = Sequences(name, rng)
+    # The window of 16 tokens is full in some rows, and becomes full in another.
+    for n in (40, 3, 14, 16):
+        sequences.join(n)
+    for n_tokens in (4, MAX_PASS, 1, 3, MAX_PASS, MAX_PASS, 2):
+        sequences.run(n_tokens, [rng.randrange(1, n_tokens + 1) for _ in sequences.alone])
+        if n_tokens == 3:
+            sequences.come_back(1)
+
+
+def test_what_a_row_held_before_is_gone():
+    sequences = Sequences("plain", random.Random(0))
+    for n in (30, 50):
+        sequences.join(n)
+    for layer in sequences.batch.layers:
+        layer.values[len(layer.values) // 2 :] = mx.array(float("nan"))
+    sequences.leave(1)
+    sequences.join(0)
+    sequences.run(1)
+
+
+def large(n_rows, length, n_layers=2):
+    """A batch with caches of a known size, and one more sequence's cache."""
+
+    def single():
+        cache = [KVCache() for _ in range(n_layers)]
+        for layer in cache:
+            layer.update_and_fetch(*(mx.ones((1, 2, length, 64)) for _ in range(2)))
+        mx.eval([layer.state for layer in cache])
+        return cache
+
+    batch = BatchCache(single())
+    for _ in range(n_rows):
+        batch.join(single(), length)
+    return batch, single()
+
+
+def copied(work):
+    """MLX's peak while ``work`` runs, beyond what is held before it."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    work()
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.parametrize("n_rows", [16, 13])
+def test_joining_and_leaving_copy_one_row_and_no_other(n_rows):
+    batch, single = large(n_rows, 1000)
+    row_bytes = 2 * 2 * 2 * 1024 * 64 * 4
+    held = batch.nbytes
+    if n_rows == 16:
+        assert copied(lambda: batch.join(single, 1000)) <= 1.05 * row_bytes
+        batch.leave(n_rows)
+    assert copied(lambda: batch.leave(0)) <= 0.55 * row_bytes  # a layer at a time
+    assert copied(lambda: batch.copy(3)) <= 1.05 * row_bytes
+    assert copied(lambda: batch.copy(3, 250)) <= 0.3 * row_bytes
+    assert batch.nbytes == held
+
+
+def test_a_pass_writes_its_tokens_in_place():
+    batch, _ = large(16, 1000)
+
+    def run():
+        batch.begin(4)
+        for layer in batch.layers:
+            layer.update_and_fetch(*(mx.ones((16, 2, 4, 64)) for _ in range(2)))
+            mx.eval(layer.state)
+        batch.advance([4] * 16)
+
+    assert copied(run) < batch.nbytes / 100
+
+
+def test_spare_memory_is_given_back():
+    batch, _ = large(16, 600)
+    row_bytes = 2 * 2 * 2 * 768 * 64 * 4
+    assert batch.nbytes <= 1.25 * 16 * row_bytes
+    for n_left in range(15, 0, -1):
+        batch.leave(n_left // 2)
+        assert batch.nbytes <= max(n_left + 2, 1.7 * n_left) * row_bytes
+
+
+@pytest.mark.parametrize(
+    ("layer", "can"),
+    [
+        (KVCache(), True),
+        (RotatingKVCache(8), True),
+        (RotatingKVCache(8, keep=4), False),
+        (ArraysCache(2), True),
+        (type("Own", (KVCache,), {})(), False),
+    ],
+)
+def test_only_known_caches_become_rows(layer, can):
+    assert can_join(layer) is can
+
+
+@pytest.mark.parametrize("name", ["windows", "recurrent"])
+def test_what_cannot_be_cut_back_says_so(name):
+    sequences = Sequences(name, random.Random(0))
+    sequences.join(40)
+    with pytest.raises(ValueError, match="cannot be cut back"):
+        sequences.batch.copy(0, 20)
+
+
+def test_short_rows_do_not_pay_for_a_long_one():
+    size = KvSize(0, ((1.0, None),))
+    assert [bank_of(n) for n in (1, 2048, 2049, 8192, 8193, 100_000)] == [0, 0, 1, 1, 2, 3]
+    assert rows_bytes(size, [1000]) == 1024
+    assert rows_bytes(size, [1000, 500]) == 2 * 1024
+    assert rows_bytes(size, [1000] * 3 + [100_000]) == 3 * 2048 + 100_096
+    assert rows_bytes(size, [1000] * 8) == 10 * 1024
+    assert rows_bytes(size, []) == 0
+
+
+def test_rows_move_to_the_bank_of_their_length(monkeypatch):
+    monkeypatch.setattr("mlx_serve.engine.cache.rows._FIRST_BANK", 16)
+    model = tiny_llama()
+    rows, drawn = Rows(model), {}
+    for n in (5, 12, 30, 100):
+        prompt = [random.Random(n).randrange(250) for _ in range(n)]
+        row = Row(prompt[:-1], prompt[-1])
+        rows.join(row, cache_of("plain", model, prompt[:-1]))
+        drawn[row] = []
+    assert len(rows._banks) == 3
+    for _ in range(61):
+        for row, token in rows.step():
+            drawn[row].append(token)
+    # All of them are longer than 64 tokens, and no longer than 256.
+    assert len(rows._banks) == 1
+    for row, tokens in drawn.items():
+        prompt = row.tokens[: -len(tokens)]
+        logits = model(mx.array(row.tokens)[None])[0]
+        assert mx.argmax(logits, axis=-1).tolist()[len(prompt) - 1 : -1] == tokens
+    for row in drawn:
+        cache, token = rows.leave(row)
+        assert cache[0].offset == len(row.tokens)
+        assert token == mx.argmax(model(mx.array(row.tokens)[None])[0, -1])
+    assert not len(rows)
