@@ -168,6 +168,9 @@ class Models:
     def kv_limit(self, names: object) -> int:
         return self._limit
 
+    def marks(self, names: object) -> None:
+        return None
+
     def weights_bytes(self, name: str) -> int:
         return 0
 
@@ -178,6 +181,8 @@ class Models:
         return MemoryUse()
 
     def rest(self) -> None: ...
+
+    def release(self) -> None: ...
 
     def unload(self, name: str) -> None: ...
 

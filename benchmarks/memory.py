@@ -52,6 +52,7 @@ from tests.engine import tinymodel
 tinymodel.write_model(pathlib.Path(sys.argv[1]), **json.loads(sys.argv[2]))
 """
 _SETTLE_S = 60.0
+_RETURN_S = 3.0
 # Characters, each a token.
 _PREFIXES = (200, 600, 1000, 1500)
 _OWN = (20, 200, 500)
@@ -156,6 +157,8 @@ def settled(server: Server, before: Held) -> Held:
         ):
             break
         time.sleep(0.05)
+    # An idle server returns freed memory to the system after a second.
+    time.sleep(_RETURN_S)
     return held(server)
 
 

@@ -29,7 +29,7 @@ from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.pooling import too_many_dimensions
 from mlx_serve.engine.generate.reasoning import MarkerReader, ReasoningWatch
-from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.memory import Marks, MemoryUse
 from mlx_serve.engine.schedule.scheduler import Limits
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import (
@@ -395,12 +395,19 @@ class FakeModels:
         """As given."""
         return self._kv_limit
 
+    def marks(self, names: Collection[str]) -> Marks | None:
+        """None: no limit."""
+        return None
+
     def memory(self) -> MemoryUse:
         """All zero."""
         return MemoryUse()
 
     def rest(self) -> None:
         """Nothing is held."""
+
+    def release(self) -> None:
+        """Nothing is freed."""
 
     def open(self, name: str) -> Opening:
         """In two slices."""

@@ -403,13 +403,18 @@ class ModelStats:
     alone: str = ""
 
 
+# Which of the two marks the process's memory has passed.
+MemoryPressure: TypeAlias = Literal["none", "soft", "hard"]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """What only the engine knows, at one moment. Counts are of sequences; ``evictions`` is a sum since the start.
 
     ``kv_bytes`` is what the running sequences' KV caches can come to, which is what admission reckons with.
-    ``active_bytes``, ``peak_bytes``, ``cache_bytes`` and ``wired_limit_bytes`` are MLX's own figures. 0 also stands for
-    "not known".
+    ``active_bytes``, ``peak_bytes``, ``cache_bytes`` and ``wired_limit_bytes`` are MLX's own figures, and
+    ``footprint_bytes`` is what the process holds by the system's count. 0 also stands for "not known"; a mark of 0 is
+    none.
     """
 
     waiting: int = 0
@@ -424,3 +429,7 @@ class EngineStats:
     peak_bytes: int = 0
     cache_bytes: int = 0
     wired_limit_bytes: int = 0
+    footprint_bytes: int = 0
+    soft_mark_bytes: int = 0
+    hard_mark_bytes: int = 0
+    pressure: MemoryPressure = "none"

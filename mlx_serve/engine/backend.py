@@ -7,7 +7,7 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.memory import Marks, MemoryUse
 from mlx_serve.values import Embedded, Event, Failed, Job, PromptLogprobs, TokenEvent
 
 # Python code and MLX's shape checks raise these while a computation is being described, before it runs. All ranks raise
@@ -115,14 +115,20 @@ class ModelLoader(Protocol):
     def kv_limit(self, names: Collection[str]) -> int | None:
         """The bytes for KV caches, running and kept, while these models are in memory. None: no limit."""
 
+    def marks(self, names: Collection[str]) -> Marks | None:
+        """What the process may hold while these models are in memory. None: no limit. Any thread."""
+
     def open(self, name: str) -> Opening:
         """Load a model that is not in memory yet, and make a backend for it."""
 
     def memory(self) -> MemoryUse:
-        """MLX's memory use now."""
+        """The memory that is in use now."""
 
     def rest(self) -> None:
         """The engine is idle: release memory that is held only for the next step."""
+
+    def release(self) -> None:
+        """Return freed memory to the system. Jobs may be running."""
 
     def unload(self, name: str) -> None:
         """Release a model's weights."""

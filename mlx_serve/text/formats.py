@@ -132,7 +132,7 @@ class Formats:
 
     @cached_property
     def _reasoning_markers(self) -> tuple[Marker, Marker] | None:
-        """What opens the reasoning, and what ends it."""
+        """What opens the reasoning, and what ends it. Takes up to a second for a large vocabulary, once."""
         if self.is_harmony:
             return self._marker(harmony.OPENS_ANALYSIS), self._marker(harmony.END)
         return None if self.think is None else (self._marker(self.think[0]), self._marker(self.think[1]))

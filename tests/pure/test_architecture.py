@@ -55,14 +55,14 @@ ORDER = {
     "commands/selftest": "server checks command",
     "commands/service": "files command",
     "demo": "gguf model",
-    "engine": "errors token_ids memory architectures model_directory model_places catalog backend load_errors"
+    "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
     "engine/generate": "pass_cost prefill_budget prefill rows trial pooling reasoning grammars constraints logprobs"
     " sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
-    "engine/schedule": "deadlines heartbeat queue loaded_models room scheduler watch worker",
+    "engine/schedule": "deadlines heartbeat queue loaded_models room pressure scheduler watch worker",
     "settings": "flags file config http models ranks",
     "supervise": "messages policy systemd doorway report child process start parent",
     "text": "symbols tokenizer detokenizer stops marker_tokens guard grammar grammar_task calls splitter"

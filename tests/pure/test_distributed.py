@@ -154,6 +154,9 @@ class FakeStore:
     def rest(self):
         pass
 
+    def release(self):
+        pass
+
     def weights_bytes(self, name):
         return 0
 
@@ -161,6 +164,9 @@ class FakeStore:
         return len(names) <= 1
 
     def kv_limit(self, names):
+        return None
+
+    def marks(self, names):
         return None
 
     def check_room(self, name):

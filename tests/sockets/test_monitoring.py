@@ -39,6 +39,10 @@ STATS = EngineStats(
     peak_bytes=17,
     cache_bytes=18,
     wired_limit_bytes=19,
+    footprint_bytes=20,
+    soft_mark_bytes=21,
+    hard_mark_bytes=22,
+    pressure="soft",
 )
 
 
@@ -303,6 +307,10 @@ def test_the_engine_s_figures_are_passed_on():
             "peak_bytes": 17,
             "cache_bytes": 18,
             "wired_limit_bytes": 19,
+            "footprint_bytes": 20,
+            "soft_mark_bytes": 21,
+            "hard_mark_bytes": 22,
+            "pressure": "soft",
         }
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
         big = {"name": "big", "waiting": 1, "running": 4, "weights_bytes": 10, "kv_bytes": 0}
@@ -316,6 +324,8 @@ def test_the_engine_s_figures_are_passed_on():
         assert lines["mlx_serve:kv_cache_bytes"] == 11
         assert lines["mlx_serve:prefix_cache_evictions_total"] == 14
         assert lines["mlx_serve:memory_peak_bytes"] == 17
+        memory = [lines[f"mlx_serve:memory_{name}_bytes"] for name in ("footprint", "soft_mark", "hard_mark")]
+        assert memory == [20, 21, 22]
         assert (lines["mlx_serve:engine_up"], lines["mlx_serve:engine_stalled"]) == (1, 0)
 
 

@@ -34,6 +34,9 @@ _GAUGES = {
     "memory_peak_bytes": ("peak_bytes", "The most bytes that MLX's arrays took."),
     "memory_cache_bytes": ("cache_bytes", "Bytes that MLX keeps for its next arrays."),
     "memory_wired_limit_bytes": ("wired_limit_bytes", "Bytes of arrays that Metal keeps resident."),
+    "memory_footprint_bytes": ("footprint_bytes", "Bytes that the process holds by the system's count."),
+    "memory_soft_mark_bytes": ("soft_mark_bytes", "Bytes from which on nothing new starts; 0: no limit."),
+    "memory_hard_mark_bytes": ("hard_mark_bytes", "Bytes from which on running jobs make room; 0: no limit."),
 }
 
 

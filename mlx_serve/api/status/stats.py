@@ -92,6 +92,10 @@ def as_object(metrics: Metrics, engine: EngineStats, status: str, version: str) 
             "peak_bytes": engine.peak_bytes,
             "cache_bytes": engine.cache_bytes,
             "wired_limit_bytes": engine.wired_limit_bytes,
+            "footprint_bytes": engine.footprint_bytes,
+            "soft_mark_bytes": engine.soft_mark_bytes,
+            "hard_mark_bytes": engine.hard_mark_bytes,
+            "pressure": engine.pressure,
         },
         "prefix_cache": {
             "queried_tokens": int(metrics.prefix_queries.total()),

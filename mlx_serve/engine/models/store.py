@@ -20,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_adapters, load_model
 
+from mlx_serve.engine import footprint
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.cache.disk import DiskCache, DiskTier, model_identity
 from mlx_serve.engine.cache.kinds import always_trims
@@ -33,7 +34,7 @@ from mlx_serve.engine.generate.pooling import read_pooling
 from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large
-from mlx_serve.engine.memory import RESERVE_BYTES, MemoryBudget, MemoryUse
+from mlx_serve.engine.memory import RESERVE_BYTES, Marks, MemoryBudget, MemoryUse
 from mlx_serve.engine.model_directory import check_files
 from mlx_serve.engine.model_places import HUB_FILES
 from mlx_serve.engine.models.sharding import Sharding
@@ -132,6 +133,10 @@ class ModelStore:
         """Bytes for KV caches beside these models. Any thread."""
         return self._budget.kv_limit([self.weights_bytes(name) for name in names])
 
+    def marks(self, names: Collection[str]) -> Marks | None:
+        """Any thread."""
+        return self._budget.marks([self.weights_bytes(name) for name in names])
+
     def open(self, name: str) -> Opening:
         """Load a model in slices, unless it is still in memory, and make a backend. Raises ApiError."""
         self.check_room(name)
@@ -164,11 +169,21 @@ class ModelStore:
         return backend
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), self._wired.n_bytes)
+        return MemoryUse(
+            active_bytes=mx.get_active_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            cache_bytes=mx.get_cache_memory(),
+            wired_limit_bytes=self._wired.n_bytes,
+            footprint_bytes=footprint.footprint_bytes(),
+        )
 
     def rest(self) -> None:
         self._wired.keep()
         mx.clear_cache()
+
+    def release(self) -> None:
+        mx.clear_cache()
+        footprint.return_freed()
 
     def prefix_cache(self, name: str) -> PrefixCache:
         return self._loaded[name].prefix_cache
@@ -335,3 +350,4 @@ def _collect() -> None:
     """Return freed memory to the system."""
     gc.collect()
     mx.clear_cache()
+    footprint.return_freed()

@@ -43,8 +43,10 @@ class Leader:
         self.weights_bytes = store.weights_bytes
         self.has_room = store.has_room
         self.kv_limit = store.kv_limit
+        self.marks = store.marks
         self.memory = store.memory
         self.rest = store.rest
+        self.release = store.release
 
     def open(self, name: str) -> Opening:
         self._store.check_room(name)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from threading import Condition
 
 from mlx_serve.engine.backend import Backend, ModelLoader, Opening
-from mlx_serve.engine.memory import MemoryUse
+from mlx_serve.engine.memory import Marks, MemoryState
 from mlx_serve.engine.schedule.heartbeat import Costs
 from mlx_serve.values import EngineStats, Job, ModelStats
 
@@ -131,8 +131,14 @@ class LoadedModels:
         for slot in slots:
             slot.backend.close()
 
-    def stats(self, slots: dict[str, Slot], waiting: Counter[str], memory: MemoryUse) -> EngineStats:
+    def marks(self) -> Marks | None:
+        """What the process may hold with these models and the one that is being loaded."""
+        opening = self.opening
+        return self._models.marks({*self.slots, *([opening[0]] if opening is not None else [])})
+
+    def stats(self, slots: dict[str, Slot], waiting: Counter[str], memory: MemoryState) -> EngineStats:
         """The figures for a copy of ``slots``. Any thread."""
+        use, marks = memory.use, memory.marks
         models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
         return EngineStats(
             waiting=waiting.total(),
@@ -143,10 +149,14 @@ class LoadedModels:
             prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
             evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
             weights_bytes=sum(model.weights_bytes for model in models),
-            active_bytes=memory.active_bytes,
-            peak_bytes=memory.peak_bytes,
-            cache_bytes=memory.cache_bytes,
-            wired_limit_bytes=memory.wired_limit_bytes,
+            active_bytes=use.active_bytes,
+            peak_bytes=use.peak_bytes,
+            cache_bytes=use.cache_bytes,
+            wired_limit_bytes=use.wired_limit_bytes,
+            footprint_bytes=use.footprint_bytes,
+            soft_mark_bytes=0 if marks is None else marks.soft_bytes,
+            hard_mark_bytes=0 if marks is None else marks.hard_bytes,
+            pressure=memory.pressure,
         )
 
     def _model_stats(self, name: str, slot: Slot, n_waiting: int) -> ModelStats:

@@ -80,6 +80,12 @@ class Room:
         if limit is not None:
             self._shrink_caches(limit - self._running_bytes())
 
+    def drop_kept(self, n_bytes: int) -> int:
+        """Evict so many bytes of prefixes, or all. Returns how many bytes they were."""
+        kept = self._cached_bytes()
+        self._shrink_caches(kept - n_bytes)
+        return kept - self._cached_bytes()
+
     def _shrink_caches(self, max_bytes: int) -> None:
         """Evict prefixes, those of the least recently used model first, and those that waiting jobs will use last."""
         excess = self._cached_bytes() - max(0, max_bytes)

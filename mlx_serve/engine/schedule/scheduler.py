@@ -22,10 +22,10 @@ from threading import Condition
 from typing import Literal
 
 from mlx_serve.engine.backend import NO_GAP, ModelLoader, is_last
-from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.deadlines import Deadlines, retry_headers
 from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat, Overdue
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
+from mlx_serve.engine.schedule.pressure import Pressure
 from mlx_serve.engine.schedule.queue import Waiting, queue_full
 from mlx_serve.engine.schedule.room import Room
 from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job
@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _STEP_S = (20.0, 120.0)
 _LOAD_S = (120.0, 120.0)
 _OTHER_S = (60.0, 60.0)
+# After so long without work, freed memory is returned to the system. A client often asks again at once, and returning
+# many small pieces takes up to half a second.
+_RELEASE_AFTER_S = 1.0
 # How often a working MLX thread is checked.
 _LOOK_S = 1.0
 
@@ -87,8 +90,9 @@ class Scheduler:
         # What an exception concerns: the job being admitted, or the model whose step is running.
         self._admitting: Job | None = None
         self._stepping: str | None = None
-        # Read on the worker thread, like everything of MLX.
-        self._memory = MemoryUse()
+        self._pressure = Pressure(models, self._room.drop_kept, clock)
+        # When the last work ended since freed memory was returned to the system. None: there was no work since.
+        self._worked_s: float | None = clock()
         self._stopped = False
         self._cancelled = False
 
@@ -145,8 +149,7 @@ class Scheduler:
         with self._changed:
             slots = dict(self._slots)
             waiting = Counter(job.model for job in self._waiting)
-            memory = self._memory
-        return self._loaded.stats(slots, waiting, memory)
+        return self._loaded.stats(slots, waiting, self._pressure.state)
 
     # Called by the watch thread.
 
@@ -211,16 +214,22 @@ class Scheduler:
             slot.used_s = self._clock()
         self._heart.turn_to("memory", self._other_costs)
         self._room.bound_caches()
-        self._memory = self._models.memory()
-        return bool(active) or self._loaded.opening is not None
+        self._pressure.relieve(self._loaded.marks())
+        is_working = bool(active) or self._loaded.opening is not None
+        if is_working:
+            self._worked_s = self._clock()
+        return is_working
 
     def wait(self, at_most_s: float | None = None) -> None:
         """Block until there is something to do, or for ``at_most_s`` seconds."""
         self._models.rest()
-        self._memory = self._models.memory()
+        release_s = None if self._worked_s is None else self._worked_s + _RELEASE_AFTER_S - self._clock()
+        if release_s is not None and release_s <= 0:
+            self._worked_s = release_s = None
+            self._pressure.release(self._loaded.marks())
         self._heart.rest()
         due_s = self._loaded.next_expiry_s(self._limits.model_ttl_s)
-        timeouts = [timeout_s for timeout_s in (at_most_s, due_s) if timeout_s is not None]
+        timeouts = [timeout_s for timeout_s in (at_most_s, due_s, release_s) if timeout_s is not None]
         with self._changed:
             self._changed.wait_for(
                 lambda: self._waiting or self._cancelled or self._stopped, min(timeouts, default=None)
@@ -231,7 +240,7 @@ class Scheduler:
         self._loaded.open(name)
         while self._loaded.opening is not None:
             self._continue_opening()
-        self._memory = self._models.memory()
+        self._pressure.relieve(self._loaded.marks())
 
     def recover(self, error: ApiError) -> bool:
         """Fail the jobs that an exception of ``step`` concerns, so that the next step can run. False: there are none.
@@ -339,7 +348,7 @@ class Scheduler:
             return self._place_unloaded(job.model)
         if len(slot.running) >= slot.backend.capacity:
             return "held"
-        if not self._room.has_memory(job, slot):
+        if self._is_short() or not self._room.has_memory(job, slot):
             return "blocked"
         slot.backend.insert(job)
         # One atomic change, so that ``stop`` and ``expire`` find the job in the queue or in the batch.
@@ -350,6 +359,10 @@ class Scheduler:
             self._slots[job.model] = self._slots.pop(job.model)
         self._room.make_room()
         return "in"
+
+    def _is_short(self) -> bool:
+        """Whether nothing may start beside what runs. Alone, a job always may: nothing else could free memory."""
+        return self._pressure.is_on and any(slot.running for slot in self._slots.values())
 
     def _place_unloaded(self, name: str) -> Literal["held", "blocked"]:
         if self._loaded.opening is not None:
