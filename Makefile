@@ -67,7 +67,7 @@ $(VENV)/bin/python:
 	$(call make_venv,$(VENV))
 
 $(VENV)/.installed: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.$(call bracket,$(EXTRAS) metrics structured)'
+	$(BIN)/python -m pip install --progress-bar on --editable '.$(call bracket,$(EXTRAS) metrics structured)'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml $(VENV)/bin/python
