@@ -1,6 +1,7 @@
 """KV caches that are kept in 8 bits: what they take, what they give back, and which models can't have them."""
 
 import copy
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -8,10 +9,13 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_serve.engine.cache.kinds import holds, leaves, packed, unpacked
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill import prefill
+from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.trial import refusal
 from tests.engine.fuzz import FALCON, MAMBA
-from tests.engine.tinymodel import tiny, tiny_gemma, tiny_llama
+from tests.engine.test_prefixes import Seen, job
+from tests.engine.tinymodel import loaded, tiny, tiny_gemma, tiny_llama
 
 TOKENS = [(7 * i) % 250 for i in range(100)]
 WIDE = {"hidden_size": 128}
@@ -51,6 +55,39 @@ def test_a_kept_cache_is_smaller_and_gives_nearly_the_same(model):
         got = probabilities(model, cache)
         assert 0 < mx.abs(got - want).max() < 0.05 * want.max()
     assert len(kept) == 0
+
+
+def test_a_paused_job_s_cache_is_kept_as_it_is(model):
+    kept = PrefixCache(10, None, bits=8)
+    kept.store(as_ids([*TOKENS, 5, 6]), filled(model, [*TOKENS, 5, 6]))
+    # The other one covers it, but not to the last bit.
+    kept.store(as_ids(TOKENS), filled(model), as_it_is=True)
+    cache, n, _ = kept.fetch(as_ids([*TOKENS, 9]), "", "owner")
+    assert n == 100
+    assert mx.array_equal(probabilities(model, cache), probabilities(model, filled(model)))
+
+
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_a_pause_changes_no_token(model, is_batch):
+    def backend(bits=8):
+        whole = replace(loaded(model), prefix_cache=PrefixCache(10, None, bits=bits))
+        return BatchBackend(whole, BatchOptions()) if is_batch else SingleBackend(whole, SingleOptions())
+
+    paused = Seen(backend())
+    stores = []
+    cache = paused.backend._loaded.prefix_cache
+    store = cache.store
+    cache.store = lambda *args, **kwargs: (stores.append(kwargs["as_it_is"]), store(*args, **kwargs))
+    one = job(TOKENS, 12)
+    paused.backend.insert(one)
+    while len(paused.tokens.get(one, ())) < 4:
+        paused.step()
+    for _, event in paused.backend.pause([one]):
+        paused.tokens[one].append(event.token)
+    assert stores == [True]
+    paused.run(one)
+    assert stores == [True, False]
+    assert paused.tokens[one] == Seen(backend(None)).run(job(TOKENS, 12))[0]
 
 
 def test_a_kept_cache_is_cut_back_like_any_other(model):

@@ -39,8 +39,8 @@ def faulty(fault: Fault, root: Path) -> tuple[str, str]:
 FAULTS = (
     Fault(
         "a decoding job's cache is kept under one token less",
-        "self._store(sequence, as_ids(row.tokens), cache)",
-        "self._store(sequence, as_ids(row.tokens[:-1]), cache)",
+        "self._store(sequence, as_ids(row.tokens), cache, is_pause=is_pause)",
+        "self._store(sequence, as_ids(row.tokens[:-1]), cache, is_pause=is_pause)",
         (PREFIXES,),
     ),
     Fault(

@@ -182,20 +182,24 @@ class PrefixCache:
         *,
         n_prompt: int | None = None,
         checkpoints: Sequence[Checkpoint] = (),
+        as_it_is: bool = False,
     ) -> None:
-        """Keep ``cache``, which holds exactly these tokens: those of a prompt (by default all), then of its answer."""
+        """Keep ``cache``, which holds exactly these tokens: those of a prompt (by default all), then of its answer.
+
+        ``as_it_is``: not quantized. A paused job goes on with it, and must get the very tokens that would have come.
+        """
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
         # Without evaluation the cache would be a view that keeps the memory of the whole batch.
         mx.eval([layer.state for layer in cache])
         if not is_whole(cache, len(ids)):
             return
-        if self._bits is not None:
+        if self._bits is not None and not as_it_is:
             cache = packed(cache, self._bits)
             for layer in cache:
                 # One after the other: all at once would need more memory.
                 mx.eval(layer.state)
-        if self._add(ids, scope, cache, n_prompt, checkpoints) and self._tier is not None:
+        if self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=as_it_is) and self._tier is not None:
             self._tier.save(ids.tolist(), scope, cache)
 
     def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
@@ -283,6 +287,8 @@ class PrefixCache:
         cache: list[Any],
         n_prompt: int | None = None,
         checkpoints: Sequence[Checkpoint] = (),
+        *,
+        as_it_is: bool = False,
     ) -> bool:
         """Add a cache. False when another entry already covers it."""
         n_prompt = len(ids) if n_prompt is None else n_prompt
@@ -290,7 +296,8 @@ class PrefixCache:
         replaced = []
         for other in self._of(scope):
             n = common(other.ids, ids)
-            if n == len(ids) == other.reach(n) and (other.checkpoints or not entry.checkpoints):
+            covers = n == len(ids) == other.reach(n) and (other.checkpoints or not entry.checkpoints)
+            if covers and (self._bits is None or not as_it_is):
                 self._touch(other)
                 return False
             # What a job has claimed takes no memory of its own.

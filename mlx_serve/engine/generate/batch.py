@@ -118,7 +118,7 @@ class BatchBackend(LoadedBackend):
                 self._paused[sequence.choice.job] = sequence.as_new(sequence.ids)
         decoding = dict(self._decoding)
         events = []
-        for row, token in self._take_out(jobs).items():
+        for row, token in self._take_out(jobs, is_pause=True).items():
             sequence, choice = decoding[row], decoding[row].choice
             event = choice.event(token, self._finish(choice, token))
             events.append((choice.job, event))
@@ -134,7 +134,7 @@ class BatchBackend(LoadedBackend):
             return "stop"
         return "length" if choice.n_output + 1 >= choice.job.sampling.max_tokens else None
 
-    def _take_out(self, jobs: Collection[Job]) -> dict[Row, int]:
+    def _take_out(self, jobs: Collection[Job], *, is_pause: bool = False) -> dict[Row, int]:
         """Take jobs out, with their caches as kept prefixes. Returns the next token of each decoding one."""
         self._scoring = [scoring for scoring in self._scoring if scoring.choice.job not in jobs]
         self._embedding = deque(embedding for embedding in self._embedding if embedding.job not in jobs)
@@ -143,11 +143,11 @@ class BatchBackend(LoadedBackend):
                 waiting.remove(sequence)
                 self._loaded.prefix_cache.unpin(sequence.choice.job)
                 if sequence.cache is not None:
-                    self._store(sequence, sequence.ids[: sequence.n_done], sequence.cache)
+                    self._store(sequence, sequence.ids[: sequence.n_done], sequence.cache, is_pause=is_pause)
                 # Waiting prompts keep a reference to this sequence until they start.
                 sequence.cache = None
         rows = [row for row, sequence in self._decoding.items() if sequence.choice.job in jobs]
-        return {row: self._end(row) for row in rows}
+        return {row: self._end(row, is_pause=is_pause) for row in rows}
 
     def plan_step(self, gap_s: float) -> StepPlan:
         plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
@@ -332,11 +332,11 @@ class BatchBackend(LoadedBackend):
         sequence.cache = None
         self._decoding[sequence.row] = sequence
 
-    def _end(self, row: Row) -> int:
+    def _end(self, row: Row, *, is_pause: bool = False) -> int:
         """Take a sequence out of the batch, and keep its cache as a prefix. Returns the token that it drew last."""
         sequence = self._decoding.pop(row)
         cache, drawn = self._rows.leave(row)
-        self._store(sequence, as_ids(row.tokens), cache)
+        self._store(sequence, as_ids(row.tokens), cache, is_pause=is_pause)
         return drawn
 
     def _score(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -388,7 +388,7 @@ class BatchBackend(LoadedBackend):
             self._end(row)
         return choice.job, event
 
-    def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any]) -> None:
+    def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any], *, is_pause: bool) -> None:
         """Keep the cache of a prompt and its answer so far."""
         self._loaded.prefix_cache.store(
             ids,
@@ -396,6 +396,7 @@ class BatchBackend(LoadedBackend):
             sequence.scope,
             n_prompt=min(len(sequence.choice.job.prompt.tokens), len(ids)),
             checkpoints=sequence.trail.kept,
+            as_it_is=is_pause,
         )
 
 

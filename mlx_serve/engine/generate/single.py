@@ -103,6 +103,9 @@ class SingleBackend(LoadedBackend):
     def remove(self, jobs: Collection[Job]) -> None:
         """Drop jobs that run or are paused. What they have computed is kept: their clients may ask again."""
         self.forget(self._paused, jobs)
+        self._take_out(jobs)
+
+    def _take_out(self, jobs: Collection[Job], *, is_pause: bool = False) -> None:
         if self._embedding is not None and self._embedding.job in jobs:
             self._embedding = None
         running = self._running
@@ -116,6 +119,7 @@ class SingleBackend(LoadedBackend):
                     running.choice.job.scope,
                     n_prompt=len(running.choice.job.prompt.tokens),
                     checkpoints=running.trail.kept,
+                    as_it_is=is_pause,
                 )
 
     def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
@@ -126,7 +130,7 @@ class SingleBackend(LoadedBackend):
         """
         running = self._running
         if running is not None and running.choice.job in jobs:
-            self.remove(jobs)
+            self._take_out(jobs, is_pause=True)
             scoring = None if running.scoring is None else Scoring(running.choice, self._loaded.model)
             paused = _Running(running.choice, running.tokens, as_ids(running.tokens), scoring)
             paused.is_announced = running.is_announced
