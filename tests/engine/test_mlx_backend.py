@@ -308,6 +308,12 @@ def test_a_draft_model_changes_no_token(model):
             a = job(prompt, 10)
             one.insert(a)
             assert tokens(run(one, [a])[0]) == offline(model, prompt, 10)
+    found = []
+    for one in (single_of(model), other):
+        a = job(PROMPTS[0], 10, temperature=1.0, seed=4)
+        one.insert(a)
+        found.append(tokens(run(one, [a])[0]))
+    assert found[0] == found[1]
 
 
 def test_a_single_job_is_cancelled_in_its_prefill(model):

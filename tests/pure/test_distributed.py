@@ -95,6 +95,10 @@ class FakePart(FakeBackend):
         self.done.append(("remove", [job.prompt.tokens for job in jobs]))
         super().remove(jobs)
 
+    def pause(self, jobs):
+        self.done.append(("pause", [job.prompt.tokens for job in jobs]))
+        return super().pause(jobs)
+
     def plan_step(self, gap_s):
         return StepPlan(17, decodes=False)
 
@@ -261,6 +265,26 @@ def test_the_follower_does_what_the_leader_does():
     assert there.n_decoding == 0
 
 
+def test_a_job_is_paused_and_goes_on_on_all_ranks():
+    joined = Joined()
+    backend = joined.open("m")
+    one, two = job("one"), job("two")
+    for a_job in (one, two):
+        backend.insert(a_job)
+    backend.step(0.1)
+    backend.pause([one])
+    assert [a_job for a_job, _ in backend.step(0.1)] == [two]
+    backend.insert(one)
+    assert {a_job: event.token for a_job, event in backend.step(0.1)} == {one: ord("n"), two: ord("o")}
+    for _ in range(2):
+        backend.step(0.1)
+    joined.close()
+    here, there = joined.here.parts["m"], joined.there.parts["m"]
+    assert there.done == here.done
+    assert ("pause", [one.prompt.tokens]) in there.done
+    assert there.n_decoding == 0
+
+
 def numbers(joined, backend):
     """Jobs that each side knows by number: the leader's, and those of both of the follower's tables."""
     part = joined._follower._parts["m"]
@@ -283,7 +307,7 @@ def until_stopped(joined):
     return go_on
 
 
-@pytest.mark.parametrize("end", ["stop", "cancel"])
+@pytest.mark.parametrize("end", ["stop", "cancel", "cancel while paused"])
 def test_both_sides_forget_the_jobs_that_have_ended(end):
     joined = Joined()
     backend = joined.open("m")
@@ -293,7 +317,9 @@ def test_both_sides_forget_the_jobs_that_have_ended(end):
     backend.insert(stays)
     for _ in range(2 if end == "stop" else 1):
         backend.step(0.1)
-    if end == "cancel":
+    if end == "cancel while paused":
+        backend.pause([gone])
+    if end != "stop":
         backend.remove([gone])
     go_on = until_stopped(joined)
     assert numbers(joined, backend) == (1, 1, 1)
