@@ -242,6 +242,7 @@ class Figures:
     seconds: float = 0.0
     refused: str = ""
     most_running: int = 0
+    preemptions: int = 0
 
     def hear(self, now_s: float, asked_s: float, latest_s: float | None) -> None:
         """A token came; ``latest_s``: when the one before it did."""
@@ -260,6 +261,7 @@ class Figures:
             "ttft p95 s": ttft[94],
             "gap p99 s": gaps[98],
             "at once": self.most_running,
+            "preemptions": self.preemptions,
             "hours": self.seconds / 3600,
         }
 
@@ -303,6 +305,7 @@ def simulate(machine: Machine, work: Work) -> Figures:
     except ApiError as error:
         figures.refused = error.message
     figures.computed, figures.seconds = models.model.n_prefilled, clock.now_s
+    figures.preemptions = scheduler.stats().preemptions
     scheduler.close()
     return figures
 

@@ -131,9 +131,9 @@ class FakeBackend:
         """All jobs that generate and whose prompts are done."""
         return sum(not self._is_prefilling(job) for job in self._jobs)
 
-    def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """The bytes of the jobs' prompts and outputs."""
-        return sum(self._token_bytes * (len(job.prompt.tokens) + job.sampling.max_tokens) for job in jobs)
+    def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
+        """``token_bytes`` for each token."""
+        return self._token_bytes * sum(tokens.values())
 
     def insert(self, job: Job) -> None:
         """Take a job, or go on with a paused one; no prefix is ever cached."""
@@ -430,17 +430,19 @@ def serving(
     options: ServerOptions | None = None,
     limits: Limits | None = None,
     grammar_limits: GrammarLimits | None = None,
+    kv_limit: int | None = None,
     wrap: Callable[[Any], Application] = lambda api: api,
     **services: Any,
 ) -> Iterator[serve.Running]:
     """A server that is up while the block runs. ``services`` are fields of the API's Services.
 
     ``make_backend`` gets a model's name. Without ``catalog`` the one model is ENTRY. ``wrap`` gives what stands
-    between the HTTP server and the API.
+    between the HTTP server and the API. ``kv_limit``: the bytes for KV caches, of which a FakeBackend takes
+    ``token_bytes`` for each token.
     """
     with serve.running(
         catalog if catalog is not None else Catalog(ENTRY, [ENTRY.name]),
-        FakeModels(make_backend, tokenizer),
+        FakeModels(make_backend, tokenizer, kv_limit=kv_limit),
         options or ServerOptions(address=("127.0.0.1", 0)),
         limits=limits,
         services=lambda **parts: Services(**({"fingerprint": "fp_test"} | parts | services)),

@@ -206,8 +206,6 @@ class Sampling:
     # The end tokens are out of reach for so many tokens, or for good.
     min_tokens: int = 0
     ignore_eos: bool = False
-    # No client asked for ``max_tokens``: it may be lowered to what there is memory for.
-    is_limit_default: bool = False
     # Further tokens that end the output, and the only ones that may be in it; None: any.
     stop_token_ids: tuple[int, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
@@ -300,9 +298,10 @@ class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
     With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
-    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Three fields
+    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Four fields
     change: ``arrived_s`` (monotonic) is set when the job is queued; ``cancelled`` is set once, by any thread, and read
-    by the engine's; ``n_prefilled``, the prompt tokens in the job's KV cache, is set by the engine's and read by any.
+    by the engine's; ``n_prefilled``, the prompt tokens in the job's KV cache, and ``n_output``, its tokens so far, are
+    set by the engine's and read by any.
     """
 
     model: str
@@ -316,6 +315,7 @@ class Job:
     arrived_s: float = 0.0
     cancelled: bool = False
     n_prefilled: int = 0
+    n_output: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +397,7 @@ class ModelStats:
     name: str
     waiting: int = 0
     running: int = 0
+    paused: int = 0
     weights_bytes: int = 0
     kv_bytes: int = 0
     capacity: int = 0
@@ -409,9 +410,10 @@ MemoryPressure: TypeAlias = Literal["none", "soft", "hard"]
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """What only the engine knows, at one moment. Counts are of sequences; ``evictions`` is a sum since the start.
+    """What only the engine knows, at one moment. Counts are of sequences.
 
-    ``kv_bytes`` is what the running sequences' KV caches can come to, which is what admission reckons with.
+    ``preemptions`` (how often one was paused for lack of memory) and ``evictions`` are sums since the start.
+    ``kv_bytes`` is what the running sequences' KV caches are expected to come to, which is what admission counts.
     ``active_bytes``, ``peak_bytes``, ``cache_bytes`` and ``wired_limit_bytes`` are MLX's own figures, and
     ``footprint_bytes`` is what the process holds by the system's count. 0 also stands for "not known"; a mark of 0 is
     none.
@@ -419,10 +421,12 @@ class EngineStats:
 
     waiting: int = 0
     running: int = 0
+    paused: int = 0
     models: tuple[ModelStats, ...] = ()
     kv_bytes: int = 0
     prefix_cache_bytes: int = 0
     prefix_cache_entries: int = 0
+    preemptions: int = 0
     evictions: int = 0
     weights_bytes: int = 0
     active_bytes: int = 0

@@ -262,7 +262,6 @@ def _sampling(prepared: Prepared, prompt: Prompt, options: OutputOptions) -> Sam
         defaults,
         asked.sampling,
         max_tokens=_within_logprobs(prepared, wanted),
-        is_limit_default=asked.limit is None,
         top_logprobs=asked.top_logprobs,
         prompt_logprobs=asked.prompt_logprobs,
         grammar=_allowed(prepared),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -61,8 +61,8 @@ class Backend(Protocol):
     def n_evicted(self) -> int:
         """How many prefixes were evicted."""
 
-    def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """The most bytes that the KV caches of ``jobs`` can take when they run together. Any thread."""
+    def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
+        """The bytes of KV caches for jobs that run together, of so many tokens each. Any thread."""
 
     def insert(self, job: Job) -> None:
         """Add a job, or continue a paused one; its prefill may begin later. An ApiError fails that job alone.

@@ -39,7 +39,7 @@ export class Figures {
     showRequests(stats);
     showPairs("memory", [
       ["Weights", bytes(stats.memory.weights_bytes)],
-      ["KV caches, at most", bytes(stats.memory.kv_bytes)],
+      ["KV caches, expected", bytes(stats.memory.kv_bytes)],
       ["Prefix cache", bytes(stats.memory.prefix_cache_bytes)],
       ["MLX active", bytes(stats.memory.active_bytes)],
       ["MLX peak", bytes(stats.memory.peak_bytes)],
@@ -47,6 +47,7 @@ export class Figures {
     ]);
     showPairs("totals", [
       ["HTTP requests", whole(stats.totals.http_requests)],
+      ["Pauses for lack of memory", whole(stats.preemptions)],
       ["Prompt tokens", whole(stats.totals.prompt_tokens)],
       ["Cached tokens", whole(stats.totals.cached_tokens)],
       ["Output tokens", whole(stats.totals.output_tokens)],

@@ -223,8 +223,8 @@ def test_admission_counts_one_cache_for_all_that_is_embedded(model):
     size = loaded(model).kv_size
     backend = BatchBackend(replace(loaded(model), kv_size=replace(size, fixed=1000)), BatchOptions())
     embedded = [job([[1]]), job([[1] * 300])]
-    assert backend.kv_bytes(embedded) == 1000
-    assert backend.kv_bytes([*embedded, generating([1], 5), generating([1], 5)]) == 3000
+    assert backend.kv_bytes(dict.fromkeys(embedded, 300)) == 1000
+    assert backend.kv_bytes(dict.fromkeys([*embedded, generating([1], 5), generating([1], 5)], 300)) == 3000
     wide = loaded(tiny_llama(head_dim=64))
     single = SingleBackend(replace(wide, kv_size=replace(size, fixed=1000)), SingleOptions(kv_bits=4))
-    assert single.kv_bytes(embedded[:1]) == 1000
+    assert single.kv_bytes({embedded[0]: 1}) == 1000

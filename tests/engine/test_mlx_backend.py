@@ -266,22 +266,22 @@ def test_penalties_do_right_by_a_prompt_of_one_token(model, make):
 def test_a_batch_is_charged_its_longest_sequence_for_each_of_them(model):
     size = measure([model])
     backend = BatchBackend(replace(loaded(model), kv_size=size), BatchOptions())
-    short, long = job([1] * 10, 20), job([1] * 1000, 500)
+    short, long, other = job([1] * 10), job([1] * 1000), job([1] * 10)
     assert size.bytes(1500) > size.bytes(30) > 0
-    assert backend.kv_bytes([]) == 0
-    assert backend.kv_bytes([short]) == size.bytes(30)
-    assert backend.kv_bytes([short, long, short]) == 3 * size.bytes(1500)
-    embedding = job([1] * 2000, 0)
-    embedding.inputs = Inputs((embedding.prompt.tokens,))
+    assert backend.kv_bytes({}) == 0
+    assert backend.kv_bytes({short: 30}) == size.bytes(30)
+    assert backend.kv_bytes({short: 30, long: 1500, other: 30}) == 3 * size.bytes(1500)
+    embedding, another = job([1] * 2000, 0), job([1] * 10, 0)
+    embedding.inputs = another.inputs = Inputs((embedding.prompt.tokens,))
     # Of what is embedded, one is there at a time, and has no output.
-    assert backend.kv_bytes([embedding, embedding]) == size.bytes(2000)
-    assert backend.kv_bytes([short, long, embedding]) == 2 * size.bytes(1500) + size.bytes(2000)
+    assert backend.kv_bytes({embedding: 2000, another: 10}) == size.bytes(2000)
+    assert backend.kv_bytes({short: 30, long: 1500, embedding: 2000}) == 2 * size.bytes(1500) + size.bytes(2000)
 
 
 def test_jobs_that_run_one_by_one_are_charged_their_sum(model):
     size = measure([model])
     backend = SingleBackend(replace(loaded(model), kv_size=size), SingleOptions())
-    assert backend.kv_bytes([job([1] * 10, 20), job([1] * 1000, 500)]) == size.bytes(30) + size.bytes(1500)
+    assert backend.kv_bytes({job([1] * 10): 30, job([1] * 1000): 1500}) == size.bytes(30) + size.bytes(1500)
 
 
 def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():

@@ -11,6 +11,7 @@ FUZZ = "tests/engine/test_engine_fuzz.py"
 CHECKPOINTS = "tests/engine/test_checkpoints.py"
 ROWS = "tests/engine/test_rows.py"
 PREFIXES = "tests/engine/test_prefixes.py"
+PREEMPTION = "tests/pure/test_preemption.py"
 RANKS = "tests/pure/test_distributed.py"
 SAMPLING = "tests/engine/test_sampling.py"
 SCHEDULER = "tests/pure/test_scheduler.py"
@@ -126,6 +127,36 @@ FAULTS = (
         'self._room.make_room()\n        return "in"',
         'return "in"',
         (SCHEDULER,),
+    ),
+    Fault(
+        "the oldest job is paused",
+        "max(reversed(running), key=rank)",
+        "min(running, key=rank)",
+        (PREEMPTION,),
+    ),
+    Fault(
+        "of jobs that came together the first is paused",
+        "max(reversed(running), key=rank)",
+        "max(running, key=rank)",
+        (PREEMPTION,),
+    ),
+    Fault(
+        "a job without a place in memory holds back paused ones",
+        "(is_blocked and not is_paused)",
+        "is_blocked",
+        (PREEMPTION,),
+    ),
+    Fault(
+        "a failed step forgets the paused jobs",
+        "self._fail([*slot.running, *slot.paused], error)",
+        "self._fail(slot.running, error)",
+        (PREEMPTION,),
+    ),
+    Fault(
+        "a paused job begins with its prompt again",
+        "sequence.as_new(as_ids([*row.tokens, token]))",
+        "sequence.as_new(sequence.ids)",
+        ("tests/engine/test_pause.py",),
     ),
     Fault(
         "prefixes stay after a failed step",

@@ -62,7 +62,8 @@ ORDER = {
     " sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
-    "engine/schedule": "deadlines heartbeat queue loaded_models room pressure scheduler watch worker",
+    "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"
+    " worker",
     "settings": "flags file config http models ranks",
     "supervise": "messages policy systemd doorway report child process start parent",
     "text": "symbols tokenizer detokenizer stops marker_tokens guard grammar grammar_task calls splitter"

@@ -572,26 +572,26 @@ def test_a_model_that_nobody_uses_is_let_go():
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(("max_tokens", "given"), [(100, 20), (2**31, 20), (20, 20), (19, 19)])
-def test_a_limit_that_no_client_set_is_lowered_to_what_there_is_room_for(is_loaded, max_tokens, given):
+def test_an_output_limit_is_lowered_to_what_there_is_room_for(is_loaded, max_tokens, given):
     scheduler, _ = make(kv_limit=30)
     if is_loaded:
         scheduler.submit([job("ab", max_tokens=1)])
         run(scheduler)
-    a = job("x" * 10, max_tokens=max_tokens, is_limit_default=True)
+    a = job("x" * 10, max_tokens=max_tokens)
     scheduler.submit([a])
     run(scheduler)
     assert len(tokens_of(events_of(a))) == 11
     assert a.sampling.max_tokens == given
 
 
-def test_a_prompt_without_room_for_a_token_is_refused_whoever_set_the_limit():
+def test_a_prompt_without_room_for_a_token_is_refused():
     scheduler, _ = make(kv_limit=30)
-    a = job("x" * 30, max_tokens=100, is_limit_default=True)
+    a = job("x" * 30, max_tokens=100)
     scheduler.submit([a])
     run(scheduler)
     [failed] = events_of(a)
     assert (failed.error.status, failed.error.code) == (400, "kv_cache_exceeded")
-    assert "'max_tokens' 100" in failed.error.message
+    assert "29 would fit" in failed.error.message
 
 
 def test_a_job_waits_until_its_kv_cache_fits():
@@ -610,8 +610,8 @@ def test_a_job_that_can_never_fit_is_refused_at_once():
     scheduler, _ = make(kv_limit=30)
     scheduler.load("m")
     with pytest.raises(ApiError, match="--kv-cache-bytes") as caught:
-        scheduler.submit([job("aaaa", max_tokens=27)])
-    assert (caught.value.status, caught.value.param) == (400, "max_tokens")
+        scheduler.submit([job("a" * 31, max_tokens=27)])
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
     assert scheduler.health().waiting == 0
 
 
@@ -627,7 +627,7 @@ def test_what_can_never_be_embedded_names_its_input():
 
 def test_a_job_that_can_never_fit_fails_when_its_model_is_loaded():
     scheduler, _ = make(kv_limit=30)
-    large, other = job("aaaa", max_tokens=27), job("a", max_tokens=5)
+    large, other = job("a" * 31, max_tokens=27), job("a", max_tokens=5)
     scheduler.submit([large, other])
     run(scheduler)
     assert events_of(large)[-1].error.status == 400

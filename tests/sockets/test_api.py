@@ -15,7 +15,7 @@ from mlx_serve.api.endpoints import ROUTES
 from mlx_serve.api.openai import render, schema
 from mlx_serve.api.responses import resolved_request
 from mlx_serve.engine.catalog import Catalog
-from mlx_serve.testing import ENTRY, EOS, FakeBackend, FakeTokenizer, tokens_of
+from mlx_serve.testing import ENTRY, EOS, FakeBackend, FakeTokenizer, saying, tokens_of
 from mlx_serve.values import ApiError, internal_error
 from mlx_serve.wire.framing import FramingLimits
 from tests.sockets.apikit import events, read, serving
@@ -264,6 +264,41 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
         go.set()
         assert content_of(events(seen.decode() + response.read().decode())) == PROMPT_OF_HI
         connection.close()
+
+
+def test_a_stream_that_is_paused_for_memory_is_kept_alive_and_goes_on(monkeypatch):
+    monkeypatch.setattr("mlx_serve.api.generation.BEAT_EVERY_S", 0.05)
+    text = "abcdefghij" * 90
+    has_both, go = threading.Event(), threading.Event()
+
+    def before(jobs):
+        if has_both.is_set() and len(jobs) == 1:
+            go.wait(DEADLINE_S)
+        elif len(jobs) == 1:
+            has_both.wait(DEADLINE_S)
+
+    backend = FakeBackend(token_bytes=1, answer=saying(text), on_step=before)
+    # Both fit with outputs of usual length, but not with 900 tokens and a step's growth each.
+    with serving(lambda _: backend, kv_limit=2 * 1100) as server:
+        first, second = server.connection(), server.connection()
+        for connection, place in ((first, "running"), (second, "waiting")):
+            body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body))
+            until(lambda place=place: getattr(server.scheduler.health(), place) == 1, "the request")
+        has_both.set()
+        until(lambda: server.scheduler.stats().paused == 1, "the pause")
+        response = second.getresponse()
+        seen = b""
+        while not seen.endswith(b": keep-alive\n\n"):
+            seen += response.read1()
+        assert b"data: " in seen
+        assert server.scheduler.stats().running == 1
+        go.set()
+        assert content_of(events(seen.decode() + response.read().decode())) == text
+        assert content_of(events(first.getresponse().read().decode())) == text
+        assert server.scheduler.stats().preemptions == 1
+        first.close()
+        second.close()
 
 
 def test_long_pieces_are_split_into_short_lines(server, monkeypatch):

@@ -26,13 +26,15 @@ N_PROMPT = len("user: hi\n")
 STATS = EngineStats(
     waiting=3,
     running=5,
+    paused=2,
     models=(
-        ModelStats("big", waiting=1, running=4, weights_bytes=10, capacity=32),
+        ModelStats("big", waiting=1, running=4, paused=2, weights_bytes=10, capacity=32),
         ModelStats("small", running=1, capacity=1, alone="--kv-bits"),
     ),
     kv_bytes=11,
     prefix_cache_bytes=12,
     prefix_cache_entries=13,
+    preemptions=19,
     evictions=14,
     weights_bytes=15,
     active_bytes=16,
@@ -313,10 +315,13 @@ def test_the_engine_s_figures_are_passed_on():
             "pressure": "soft",
         }
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
-        big = {"name": "big", "waiting": 1, "running": 4, "weights_bytes": 10, "kv_bytes": 0}
+        big = {"name": "big", "waiting": 1, "running": 4, "paused": 2, "weights_bytes": 10, "kv_bytes": 0}
         assert body["models"][0] == {**big, "capacity": 32, "alone": ""}
         assert (body["models"][1]["capacity"], body["models"][1]["alone"]) == (1, "--kv-bits")
+        assert (body["paused"], body["preemptions"]) == (2, 19)
         lines = samples(server)
+        assert lines['mlx_serve:num_requests_paused{model_name="big"}'] == 2
+        assert lines["mlx_serve:num_preemptions_total"] == 19
         assert lines['mlx_serve:num_requests_running{model_name="big"}'] == 4
         assert lines['mlx_serve:num_requests_running{model_name="small"}'] == 1
         # Two wait for a model that is not loaded.

@@ -26,7 +26,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Whose versions build_info tells.
 _PACKAGES = ("mlx", "mlx_lm")
 _GAUGES = {
-    "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches can come to."),
+    "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches are expected to take."),
     "prefix_cache_bytes": ("prefix_cache_bytes", "Bytes of the KV caches kept for reuse."),
     "prefix_cache_entries": ("prefix_cache_entries", "KV caches kept for reuse."),
     "weights_bytes": ("weights_bytes", "Bytes of the loaded models' weights."),
@@ -78,8 +78,11 @@ def _families(core: Any, metrics: Metrics, engine: EngineStats, status: str) -> 
         yield _histogram(core, histogram)
     yield _per_model(core, "num_requests_waiting", "Sequences that wait.", engine, "waiting")
     yield _per_model(core, "num_requests_running", "Sequences that run.", engine, "running")
+    yield _per_model(core, "num_requests_paused", "Sequences that pause for lack of memory.", engine, "paused")
     for name, (attribute, text) in _GAUGES.items():
         yield core.GaugeMetricFamily(PREFIX + name, text, getattr(engine, attribute))
+    pauses = "How often a sequence paused for lack of memory."
+    yield core.CounterMetricFamily(PREFIX + "num_preemptions", pauses, engine.preemptions)
     yield core.CounterMetricFamily(PREFIX + "prefix_cache_evictions", "KV caches given up for room.", engine.evictions)
     yield core.GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine's thread lives.", int(status != "stopped"))
     stalled = "1 while a step of the engine's thread takes far longer than steps do."

@@ -83,6 +83,8 @@ def as_object(metrics: Metrics, engine: EngineStats, status: str, version: str) 
         "uptime_s": round(now - metrics.began, 3),
         "waiting": engine.waiting,
         "running": engine.running,
+        "paused": engine.paused,
+        "preemptions": engine.preemptions,
         "models": [asdict(model) for model in engine.models],
         "memory": {
             "weights_bytes": engine.weights_bytes,

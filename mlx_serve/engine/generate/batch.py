@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,10 +79,10 @@ class BatchBackend(LoadedBackend):
         """Jobs whose prompts are done, without those that wait for a step that decodes."""
         return len(self._decoding)
 
-    def kv_bytes(self, jobs: Collection[Job]) -> int:
+    def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The rows of the batch. Embedding has one cache at a time."""
-        in_batch = [len(job.prompt.tokens) + job.sampling.max_tokens for job in jobs if job.inputs is None]
-        embedded = [len(job.prompt.tokens) for job in jobs if job.inputs is not None]
+        in_batch = [n for job, n in tokens.items() if job.inputs is None]
+        embedded = [n for job, n in tokens.items() if job.inputs is not None]
         n_bytes = rows_bytes(self._loaded.kv_size, in_batch)
         return n_bytes + (self._loaded.kv_size.bytes(max(embedded)) if embedded else 0)
 

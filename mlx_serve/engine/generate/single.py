@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,9 +79,9 @@ class SingleBackend(LoadedBackend):
         """1 when the prompt of the job is done."""
         return int(self._running is not None and self._running.generation is not None)
 
-    def kv_bytes(self, jobs: Collection[Job]) -> int:
+    def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The sum over the jobs, although only one of them runs at a time."""
-        return sum(self._kv_bytes(job) for job in jobs)
+        return sum(self._kv_bytes(job, n_tokens) for job, n_tokens in tokens.items())
 
     def insert(self, job: Job) -> None:
         """Prepare the job. Raises ApiError 400."""
@@ -180,9 +180,8 @@ class SingleBackend(LoadedBackend):
         self._running = None
         self._embedding = None
 
-    def _kv_bytes(self, job: Job) -> int:
+    def _kv_bytes(self, job: Job, n_tokens: int) -> int:
         options, size = self._options, self._loaded.kv_size
-        n_tokens = len(job.prompt.tokens) + job.sampling.max_tokens
         # The cache of an embedding job is not quantized, because it is dropped after each input.
         if options.kv_bits is None or job.inputs is not None:
             return size.bytes(n_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
@@ -126,9 +126,9 @@ class LedBackend:
     def n_evicted(self) -> int:
         return self._part.n_evicted
 
-    def kv_bytes(self, jobs: Collection[Job]) -> int:
-        """The most bytes of the KV caches on this rank, which has the most layers of a pipeline."""
-        return self._part.kv_bytes(jobs)
+    def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
+        """The bytes of the KV caches on this rank, which has the most layers of a pipeline."""
+        return self._part.kv_bytes(tokens)
 
     def insert(self, job: Job) -> None:
         if job in self._numbers:

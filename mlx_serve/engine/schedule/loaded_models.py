@@ -14,7 +14,9 @@ from threading import Condition
 
 from mlx_serve.engine.backend import Backend, ModelLoader, Opening
 from mlx_serve.engine.memory import Marks, MemoryState
+from mlx_serve.engine.schedule.charges import tokens_expected
 from mlx_serve.engine.schedule.heartbeat import Costs
+from mlx_serve.engine.schedule.output_lengths import OutputLengths
 from mlx_serve.values import EngineStats, Job, ModelStats
 
 log = logging.getLogger(__name__)
@@ -22,12 +24,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Slot:
-    """A model in memory. ``costs``: the durations of its steps so far."""
+    """A model in memory. ``costs``: the durations of its steps so far.
+
+    ``paused``: jobs that were taken out of the batch for lack of memory, and that the backend can continue.
+    """
 
     backend: Backend
     costs: Costs
     used_s: float
     running: dict[Job, None] = field(default_factory=dict)
+    paused: dict[Job, None] = field(default_factory=dict)
+    outputs: OutputLengths = field(default_factory=OutputLengths)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job needs the model."""
+        return not self.running and not self.paused
 
     @property
     def n_prefilling(self) -> int:
@@ -53,11 +65,18 @@ class LoadedModels:
         self.served = False
         # Evictions of models that are no longer in memory.
         self._n_evicted_before = 0
+        # How often a job was paused.
+        self.n_preemptions = 0
 
-    def running(self) -> list[Job]:
-        """All running jobs, except those whose clients already have an error. Any thread, with the lock."""
+    def begun(self) -> list[Job]:
+        """All running and paused jobs, except those whose clients already have an error. Any thread, with the lock."""
         # Atomic copies, because the worker thread removes jobs without the lock.
-        return [job for slot in self.slots.values() for job in list(slot.running) if not job.cancelled]
+        jobs = [job for slot in self.slots.values() for job in (*list(slot.running), *list(slot.paused))]
+        return [job for job in jobs if not job.cancelled]
+
+    def paused(self) -> list[Job]:
+        """All paused jobs. Any thread, with the lock."""
+        return [job for slot in self.slots.values() for job in list(slot.paused)]
 
     def open(self, name: str) -> None:
         """Begin to load a model. The models that must be unloaded for it must be idle."""
@@ -66,14 +85,14 @@ class LoadedModels:
         for other in list(self.slots):
             if not fits_alone or self._models.has_room([*self.slots, name]):
                 break
-            if not self.slots[other].running:
+            if self.slots[other].is_idle:
                 self.unload(other)
         with self._lock:
             self.opening = (name, self._models.open(name))
 
     def may_open(self, name: str) -> bool:
         """Whether a model fits once the idle ones are unloaded."""
-        busy = [other for other, slot in self.slots.items() if slot.running]
+        busy = [other for other, slot in self.slots.items() if not slot.is_idle]
         return self._models.has_room([*busy, name]) or not busy
 
     def go_on(self, name: str, opening: Opening) -> None:
@@ -109,7 +128,7 @@ class LoadedModels:
         if not ttl_s:
             return
         for name, slot in list(self.slots.items()):
-            if not slot.running and now - slot.used_s >= ttl_s:
+            if slot.is_idle and now - slot.used_s >= ttl_s:
                 log.info("unloading %s: not used for %g s", name, ttl_s)
                 self.unload(name)
 
@@ -147,6 +166,8 @@ class LoadedModels:
             kv_bytes=sum(model.kv_bytes for model in models),
             prefix_cache_bytes=sum(slot.backend.cache_bytes for slot in slots.values()),
             prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
+            paused=sum(model.paused for model in models),
+            preemptions=self.n_preemptions,
             evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
             weights_bytes=sum(model.weights_bytes for model in models),
             active_bytes=use.active_bytes,
@@ -162,6 +183,14 @@ class LoadedModels:
     def _model_stats(self, name: str, slot: Slot, n_waiting: int) -> ModelStats:
         # An atomic copy, because the worker thread removes jobs without the lock.
         running = list(slot.running)
-        kv_bytes = slot.backend.kv_bytes(running) if running else 0
-        weights_bytes, backend = self._models.weights_bytes(name), slot.backend
-        return ModelStats(name, n_waiting, len(running), weights_bytes, kv_bytes, backend.capacity, backend.alone)
+        backend = slot.backend
+        return ModelStats(
+            name=name,
+            waiting=n_waiting,
+            running=len(running),
+            paused=len(slot.paused),
+            weights_bytes=self._models.weights_bytes(name),
+            kv_bytes=backend.kv_bytes({job: tokens_expected(job, slot.outputs.expected) for job in running}),
+            capacity=backend.capacity,
+            alone=backend.alone,
+        )

@@ -1,6 +1,7 @@
-"""Memory limits: whether a job's KV cache fits beside the running ones, and how much kept prefixes may take.
+"""Memory limits: whether a job's KV cache fits beside the running ones, which job to pause, what prefixes may be kept.
 
-Kept prefixes and idle models are dropped for jobs. Worker thread, except ``check_alone``. Knows no queue, no MLX.
+A job is admitted by what it is expected to use (charges.py). When the running ones have grown to the limit, kept
+prefixes go first, those of paused jobs last; then jobs are paused. Worker thread, except ``check_alone``. Knows no MLX.
 """
 
 from __future__ import annotations
@@ -11,74 +12,106 @@ from dataclasses import replace
 from itertools import product
 
 from mlx_serve.engine.backend import ModelLoader
+from mlx_serve.engine.schedule.charges import tokens_expected, tokens_now, tokens_to_return
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
+from mlx_serve.engine.schedule.queue import rank
 from mlx_serve.values import ApiError, Job
 
 
 class Room:
-    """The memory for KV caches of the loaded models. ``in_line`` returns the waiting jobs in their order."""
+    """The memory for KV caches of the loaded models. ``in_line`` returns the paused and waiting jobs in order."""
 
     def __init__(self, models: ModelLoader, loaded: LoadedModels, in_line: Callable[[], Sequence[Job]]) -> None:
         self._models = models
         self._loaded = loaded
         self._in_line = in_line
-        # The bytes of kept prefixes at the last check.
-        self._bounded_bytes = 0
 
     def has_memory(self, job: Job, slot: Slot) -> bool:
-        """Whether the job's KV cache fits once ``make_room`` is called. Raises ApiError 400: it never fits."""
-        self.check_alone(job, slot)
+        """Whether the job's KV cache fits once ``make_room`` is called. Raises ApiError 400: its prompt never fits.
+
+        A job that would run alone always fits, or it would wait for ever.
+        """
+        if job not in slot.paused:
+            self.check_alone(job, slot)
         while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
-            wanted = self._running_bytes() + slot.backend.kv_bytes([*slot.running, job])
-            wanted -= slot.backend.kv_bytes(slot.running)
-            if wanted <= limit:
+            if self._expected_bytes(job) <= limit:
                 return True
             # Idle models are unloaded only when no running job could make room.
-            idle = [name for name, other in self._loaded.slots.items() if other is not slot]
-            if not idle or any(other.running for other in self._loaded.slots.values()):
+            if any(other.running for other in self._loaded.slots.values()):
                 return False
-            self._loaded.unload(idle[0])
+            if not self._unload_idle(slot):
+                return True
         return True
 
     def check_alone(self, job: Job, slot: Slot) -> None:
-        """Refuse a job that would not fit even alone. Raises ApiError 400. Any thread."""
+        """Lower a job's output limit to what fits even alone. Raises ApiError 400: its prompt does not. Any thread."""
         # Computed without other models in memory, because they can be unloaded.
         limit = self._models.kv_limit([job.model])
-        if limit is None or (alone := slot.backend.kv_bytes([job])) <= limit:
+        n_prompt, whole = len(job.prompt.tokens), job.sampling
+        if limit is None or self._fits(job, n_prompt + whole.max_tokens, slot, limit):
             return
-        if not (job.sampling.is_limit_default and self._shorten(job, slot, limit)):
-            raise _never_fits(job, alone, limit)
-
-    def _shorten(self, job: Job, slot: Slot, limit: int) -> bool:
-        """Lower an output limit that the client did not set until the KV cache fits; False: not even one token fits."""
-        whole = job.sampling
-
-        def fits(n_output: int) -> bool:
-            job.sampling = replace(whole, max_tokens=n_output)
-            return slot.backend.kv_bytes([job]) <= limit
-
         # The first number of tokens that does not fit, minus one.
-        most = bisect_left(range(1, whole.max_tokens + 1), True, key=lambda n_output: not fits(n_output))
-        job.sampling = replace(whole, max_tokens=most) if most else whole
-        return most > 0
+        outputs = range(1, whole.max_tokens + 1)
+        most = bisect_left(outputs, True, key=lambda n: not self._fits(job, n_prompt + n, slot, limit))
+        if not most:
+            least = min(1, whole.max_tokens)
+            prompts = range(1, n_prompt + 1)
+            fits = bisect_left(prompts, True, key=lambda n: not self._fits(job, n + least, slot, limit))
+            raise _never_fits(job, fits)
+        job.sampling = replace(whole, max_tokens=most)
 
-    def _running_bytes(self) -> int:
-        """The most bytes that all running KV caches can take."""
-        return sum(slot.backend.kv_bytes(slot.running) for slot in self._loaded.slots.values() if slot.running)
+    def _fits(self, job: Job, n_tokens: int, slot: Slot, limit: int) -> bool:
+        return slot.backend.kv_bytes({job: n_tokens}) <= limit
+
+    def _expected_bytes(self, more: Job) -> int:
+        """The bytes that all running jobs and one more will take if their outputs come to what is usual."""
+        total = 0
+        for name, slot in self._loaded.slots.items():
+            usual = slot.outputs.expected
+            tokens = {job: tokens_expected(job, usual) for job in slot.running}
+            if name == more.model:
+                tokens[more] = (tokens_to_return if more in slot.paused else tokens_expected)(more, usual)
+            total += slot.backend.kv_bytes(tokens)
+        return total
+
+    def _bytes_now(self) -> int:
+        """The bytes that all running jobs may take soon."""
+        slots = self._loaded.slots.values()
+        return sum(slot.backend.kv_bytes({job: tokens_now(job) for job in slot.running}) for slot in slots)
+
+    def _unload_idle(self, slot: Slot | None = None) -> bool:
+        """Unload an idle model other than that of ``slot``, if there is one."""
+        idle = [name for name, other in self._loaded.slots.items() if other.is_idle and other is not slot]
+        if idle:
+            self._loaded.unload(idle[0])
+        return bool(idle)
 
     def _cached_bytes(self) -> int:
         return sum(slot.backend.cache_bytes for slot in self._loaded.slots.values())
-
-    def bound_caches(self) -> None:
-        """Enforce the limit after a step, which may have kept more prefixes."""
-        if self._cached_bytes() > self._bounded_bytes:
-            self.make_room()
 
     def make_room(self) -> None:
         """Evict the prefixes that don't fit beside the running jobs. A job that was inserted has claimed its own."""
         limit = self._models.kv_limit(list(self._loaded.slots))
         if limit is not None:
-            self._shrink_caches(limit - self._running_bytes())
+            self._shrink_caches(limit - self._bytes_now())
+
+    def to_pause(self) -> Job | None:
+        """Make room for what the running jobs have grown by. Returns the job to pause if prefixes are not enough.
+
+        It is the one that is last in line, so that the others end sooner. A job that runs alone goes on.
+        """
+        while (limit := self._models.kv_limit(list(self._loaded.slots))) is not None:
+            wanted = self._bytes_now()
+            if wanted <= limit or not self._unload_idle():
+                break
+        else:
+            return None
+        self._shrink_caches(limit - wanted)
+        if wanted <= limit:
+            return None
+        running = [job for slot in self._loaded.slots.values() for job in slot.running if job.inputs is None]
+        # Of equal ones the last.
+        return max(reversed(running), key=rank) if len(running) > 1 else None
 
     def drop_kept(self, n_bytes: int) -> int:
         """Evict so many bytes of prefixes, or all. Returns how many bytes they were."""
@@ -87,7 +120,7 @@ class Room:
         return kept - self._cached_bytes()
 
     def _shrink_caches(self, max_bytes: int) -> None:
-        """Evict prefixes, those of the least recently used model first, and those that waiting jobs will use last."""
+        """Evict prefixes, those of the least recently used model first, and those that jobs in line will use last."""
         excess = self._cached_bytes() - max(0, max_bytes)
         if excess > 0:
             waiting = self._in_line()
@@ -99,18 +132,14 @@ class Room:
             held = slot.backend.cache_bytes
             slot.backend.shrink_cache(max(0, held - excess), pinned=pinned)
             excess -= held - slot.backend.cache_bytes
-        self._bounded_bytes = self._cached_bytes()
 
 
-def _never_fits(job: Job, wanted: int, limit: int) -> ApiError:
-    n_prompt, n_output = len(job.prompt.tokens), job.sampling.max_tokens
-    wants = f"{n_prompt} prompt tokens and 'max_tokens' {n_output}"
-    if job.inputs is not None:
-        wants = f"its longest input has {n_prompt} tokens"
+def _never_fits(job: Job, n_fitting: int) -> ApiError:
+    which, param = ("The prompt", "prompt") if job.inputs is None else ("The request's longest input", "input")
     return ApiError(
         400,
-        f"The request needs {wanted} bytes of KV cache ({wants}); this server has {limit} (--kv-cache-bytes, "
-        "--memory-bytes). Ask for fewer tokens.",
-        param="max_tokens" if job.inputs is None else "input",
+        f"{which} has {len(job.prompt.tokens)} tokens; {n_fitting} would fit into the memory for KV caches "
+        "(--kv-cache-bytes, --memory-bytes).",
+        param=param,
         code="kv_cache_exceeded",
     )

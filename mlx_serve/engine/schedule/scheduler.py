@@ -1,11 +1,13 @@
 """Which job runs when, on which model. HTTP threads submit, poll and cancel; one worker thread steps. Knows no text.
 
     submit --> waiting --(admit: a loaded model, a place in its batch, memory)--> running --> its events
-                  |                                                                |
+                  |                                                            |      ^
+                  |                                        memory is short --> paused |--> back, with the next tokens
                   +------------------ cancel, time out, recover, stop -------------+
 
-A job leaves the queue only after it is inserted. If anything raises in between, the job is still in a list, and its
-client gets the error. Only the worker thread uses backends and changes the slots; the queue is shared, under the lock.
+A job is paused when the running ones have grown to the limit of memory. Its place in line is that of its arrival. A job
+leaves the queue only after it is inserted. If anything raises in between, the job is still in a list, and its client
+gets the error. Only the worker thread uses backends and changes the slots; the queue is shared, under the lock.
 A step may hang, so calls that must return in time (``expire``, ``cancel``, ``stop``, ``health``) never wait for one.
 """
 
@@ -26,9 +28,9 @@ from mlx_serve.engine.schedule.deadlines import Deadlines, retry_headers
 from mlx_serve.engine.schedule.heartbeat import Costs, Heartbeat, Overdue
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
 from mlx_serve.engine.schedule.pressure import Pressure
-from mlx_serve.engine.schedule.queue import Waiting, queue_full
+from mlx_serve.engine.schedule.queue import Waiting, queue_full, rank
 from mlx_serve.engine.schedule.room import Room
-from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job
+from mlx_serve.values import ApiError, EngineStats, Event, Failed, Job, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,7 @@ class Scheduler:
         """Fail the jobs whose deadlines have passed."""
         now = self._clock()
         with self._changed:
-            jobs = [(job, True) for job in self._waiting] + [(job, False) for job in self._loaded.running()]
+            jobs = [(job, True) for job in self._waiting] + [(job, False) for job in self._loaded.begun()]
             late = {job: error for job, waits in jobs if (error := self._deadlines.fault(job, now, waits=waits))}
             self._let_go(late)
         for job, error in late.items():
@@ -169,7 +171,7 @@ class Scheduler:
             if self._stopped:
                 return
             dues = [self._deadlines.due_s(job, waits=True) for job in self._waiting]
-            dues += [self._deadlines.due_s(job, waits=False) for job in self._loaded.running()]
+            dues += [self._deadlines.due_s(job, waits=False) for job in self._loaded.begun()]
             next_s = max(0.0, min(dues, default=math.inf) - self._clock())
             if dues or not self._heart.is_resting:
                 next_s = min(next_s, _LOOK_S)
@@ -206,14 +208,12 @@ class Scheduler:
         for name, slot in active:
             self._stepping = name
             self._heart.turn_to(f"a step of {name}", slot.costs)
-            for job, event in slot.backend.step(gap_s):
-                if is_last(event):
-                    slot.running.pop(job, None)
-                job.events.put(event)
+            self._deliver(slot, slot.backend.step(gap_s))
             self._stepping = None
             slot.used_s = self._clock()
         self._heart.turn_to("memory", self._other_costs)
-        self._room.bound_caches()
+        while (job := self._room.to_pause()) is not None:
+            self._pause(job)
         self._pressure.relieve(self._loaded.marks())
         is_working = bool(active) or self._loaded.opening is not None
         if is_working:
@@ -252,14 +252,14 @@ class Scheduler:
         job, self._admitting = self._admitting, None
         name, self._stepping = self._stepping, None
         if job is not None:
-            self._fail(self._take(lambda other: other is job), error)
+            self._fail(self._take(lambda other: other is job) or self._take_paused(job), error)
         elif name is not None:
             with self._changed:
                 slot = self._slots.pop(name)
                 # Removing the cancelled jobs may have failed midway, before those of other models.
                 self._cancelled = True
             # Clients get their errors first, because the code below may raise too.
-            self._fail(slot.running, error)
+            self._fail([*slot.running, *slot.paused], error)
             # The error may be a lack of memory.
             slot.backend.shrink_cache(0)
             self._loaded.make_anew(name)
@@ -278,11 +278,11 @@ class Scheduler:
         with self._changed:
             self._stopped = True
             waiting = list(self._waiting)
-            running = self._loaded.running()
-            self._let_go([*waiting, *running])
+            begun = self._loaded.begun()
+            self._let_go([*waiting, *begun])
             self._changed.notify_all()
         self._fail(waiting, _stopping())
-        self._fail(running, error or _stopping())
+        self._fail(begun, error or _stopping())
 
     @property
     def stopped(self) -> bool:
@@ -294,7 +294,29 @@ class Scheduler:
         self.stop()
         self._loaded.close()
 
-    # Removing jobs.
+    # Delivering, pausing and removing.
+
+    def _deliver(self, slot: Slot, events: Sequence[tuple[Job, Event]]) -> None:
+        for job, event in events:
+            if isinstance(event, TokenEvent):
+                job.n_output += 1
+            if is_last(event):
+                slot.running.pop(job, None)
+                slot.outputs.note(job.n_output)
+            job.events.put(event)
+
+    def _pause(self, job: Job) -> None:
+        """Take a job out of its batch. Its client sees a pause."""
+        slot = self._slots[job.model]
+        self._stepping = job.model
+        self._deliver(slot, slot.backend.pause([job]))
+        self._stepping = None
+        if job in slot.running:
+            with self._changed:
+                del slot.running[job]
+                slot.paused[job] = None
+                self._loaded.n_preemptions += 1
+            log.info("memory for KV caches is short: a sequence of %s pauses", job.model)
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -302,13 +324,16 @@ class Scheduler:
                 return
             self._cancelled = False
         for name, slot in self._slots.items():
-            gone = [job for job in slot.running if job.cancelled]
+            gone = [job for job in (*slot.running, *slot.paused) if job.cancelled]
             if gone:
                 self._stepping = name
                 slot.backend.remove(gone)
                 self._stepping = None
             for job in gone:
-                del slot.running[job]
+                slot.running.pop(job, None)
+                slot.paused.pop(job, None)
+                # A stop string ends an output by cancelling its job.
+                slot.outputs.note(job.n_output)
 
     def _continue_opening(self) -> None:
         if self._loaded.opening is None:
@@ -321,14 +346,17 @@ class Scheduler:
     # Admission.
 
     def _admit(self) -> None:
-        """Admit waiting jobs in order, as far as they fit.
+        """Admit paused and waiting jobs in order, as far as they fit.
 
-        A job that waits for memory holds back all later jobs; otherwise smaller ones could pass it for ever. A job
-        that waits for its model's batch or load holds back only that model's jobs.
+        A job that waits for memory holds back all later jobs; otherwise smaller ones could pass it for ever. Only
+        paused jobs pass one that has not begun, because it may wait for their ends. A job that waits for its model's
+        batch or load holds back only that model's jobs.
         """
         held: set[str] = set()
+        is_blocked = False
         for job in self._in_line():
-            if job.cancelled or job.model in held:
+            is_paused = self._is_paused(job)
+            if job.cancelled or job.model in held or (is_blocked and not is_paused):
                 continue
             self._admitting = job
             try:
@@ -338,7 +366,9 @@ class Scheduler:
                 continue
             self._admitting = None
             if place == "blocked":
-                return
+                is_blocked = True
+                if is_paused:
+                    return
             if place == "held":
                 held.add(job.model)
 
@@ -354,6 +384,7 @@ class Scheduler:
         # One atomic change, so that ``stop`` and ``expire`` find the job in the queue or in the batch.
         with self._changed:
             self._waiting.take(lambda other: other is job)
+            slot.paused.pop(job, None)
             slot.running[job] = None
             # The most recently used model is last.
             self._slots[job.model] = self._slots.pop(job.model)
@@ -387,8 +418,21 @@ class Scheduler:
         return gap_s / max(1, n_prefilling)
 
     def _in_line(self) -> list[Job]:
+        """The jobs to admit, in order. Of equal rank, paused ones come first."""
         with self._changed:
-            return list(self._waiting)
+            return sorted([*self._loaded.paused(), *self._waiting], key=rank)
+
+    def _is_paused(self, job: Job) -> bool:
+        slot = self._slots.get(job.model)
+        return slot is not None and job in slot.paused
+
+    def _take_paused(self, job: Job) -> list[Job]:
+        """Remove and return a job if it is paused."""
+        if not self._is_paused(job):
+            return []
+        with self._changed:
+            del self._slots[job.model].paused[job]
+        return [job]
 
     def _take(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Remove and return the wanted jobs of the queue."""
