@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_serve.engine.generate import logprobs as module
-from mlx_serve.engine.generate.logprobs import Logprobs
+from mlx_serve.engine.generate.logprobs import Logprobs, OutputLogprobs, note_rows
 
 
 def rows_of(dtype):
@@ -40,3 +40,18 @@ def test_reading_begins_no_computation(monkeypatch):
     scored = Logprobs(rows_of(mx.float32), 3)
     monkeypatch.setattr(module, "mx", None)
     assert len(scored.row(2, 4, 3)[1]) == 3
+
+
+def test_all_rows_of_a_step_that_ask_are_computed_at_once(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "Logprobs", lambda *given: made.append(given) or Logprobs(*given))
+    logits, outputs = rows_of(mx.bfloat16), [OutputLogprobs(0), None, OutputLogprobs(4)]
+    for _ in range(2):
+        note_rows(logits, outputs)
+    note_rows(logits, [None] * 3)
+    assert [(given[0].shape, given[1]) for given in made] == [((2, 50), 4)] * 2
+    whole = Logprobs(logits, 4)
+    # Each position is that behind the one before, and is read once.
+    for position in range(2):
+        assert outputs[0].take(position, 7) == whole.row(0, 7, 0)
+        assert outputs[2].take(position, 9) == whole.row(2, 9, 4)

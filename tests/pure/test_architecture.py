@@ -58,7 +58,7 @@ ORDER = {
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill rows trial pooling reasoning grammars constraints logprobs"
+    "engine/generate": "pass_cost prefill_budget prefill logprobs rows trial pooling reasoning grammars constraints"
     " sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",

@@ -327,7 +327,7 @@ class BatchBackend(LoadedBackend):
         assert sequence.cache is not None
         choice = sequence.choice
         *tokens, last = sequence.ids.tolist()
-        sequence.row = Row(tokens, last, choice.sampler, choice.processors)
+        sequence.row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
         self._rows.join(sequence.row, sequence.cache)
         sequence.cache = None
         self._decoding[sequence.row] = sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -43,3 +44,41 @@ class Logprobs:
             ids, values = np.asarray(self._ids).tolist(), np.asarray(self._values).tolist()
             self._likeliest = [tuple(zip(*row, strict=True)) for row in zip(ids, values, strict=True)]
         return self._likeliest
+
+
+class OutputLogprobs:
+    """The log-probabilities of an output's tokens, for a job that reports them: noted before each token is known.
+
+    ``k``: the likeliest tokens of each position.
+    """
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        # Keyed by position, because a draft is checked after the tokens that it proposes.
+        self._noted: dict[int, tuple[Logprobs, int]] = {}
+        self._n_noted = 0
+
+    def note(self, logprobs: Logprobs, row: int, position: int | None = None) -> None:
+        """Row ``row`` is that of a position of the output, by default of the one behind the position noted last."""
+        position = self._n_noted if position is None else position
+        self._noted[position] = (logprobs, row)
+        self._n_noted = position + 1
+
+    def take(self, position: int, token: int) -> Scored:
+        """What ``token`` scored at a position of the output."""
+        logprobs, row = self._noted.pop(position)
+        return logprobs.row(row, token, self.k)
+
+
+def note_rows(logits: mx.array, outputs: Sequence[OutputLogprobs | None]) -> None:
+    """Note the next token's log-probabilities of all outputs that want them, in one computation.
+
+    ``logits`` has the model's own values, shape (rows, vocab), with a row for each of ``outputs``.
+    """
+    asking = [(i, output) for i, output in enumerate(outputs) if output is not None]
+    if not asking:
+        return
+    rows = logits if len(asking) == len(outputs) else logits[mx.array([i for i, _ in asking])]
+    logprobs = Logprobs(rows, max(output.k for _, output in asking))
+    for row, (_, output) in enumerate(asking):
+        output.note(logprobs, row)

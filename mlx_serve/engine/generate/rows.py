@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache, bank_of
+from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
 
 # MLX's cache of freed buffers is emptied every so many steps.
 _CLEAR_EVERY = 512
@@ -37,6 +38,8 @@ class Row:
     next_token: int
     sampler: Sampler = greedy_sampler
     processors: Sequence[LogitsProcessor] = ()
+    # Where its tokens' log-probabilities are noted; None: nobody wants them.
+    logprobs: OutputLogprobs | None = None
     # What the processors get: the tokens so far, on the device.
     context: TokenBuffer = field(default_factory=TokenBuffer)
     # Whether the token that was fed last is part of the output.
@@ -174,6 +177,8 @@ class _Bank:
 
     def _draw(self, logits: mx.array, fed: mx.array) -> mx.array:
         """The next token of each row, shape (rows,), from its logits, shape (rows, vocab)."""
+        # The model's own values, before a processor changes them.
+        note_rows(logits, [row.logprobs for row in self.rows])
         if any(row.processors for row in self.rows):
             each = [_processed(row, logits[i : i + 1], fed[i : i + 1]) for i, row in enumerate(self.rows)]
             logits = mx.concatenate(each)

@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_serve.engine.generate.constraints import Constraint
-from mlx_serve.engine.generate.logprobs import Logprobs, Scored
+from mlx_serve.engine.generate.logprobs import Logprobs, OutputLogprobs
 from mlx_serve.engine.generate.reasoning import ReasoningWatch
 from mlx_serve.values import Sampling
 
@@ -47,12 +47,8 @@ def make_sampler(sampling: Sampling, *, vocab_size: int, kept_by_xtc: tuple[int,
     return _shared(*settings)
 
 
-def make_processors(
-    sampling: Sampling, constraint: Constraint | None = None, rows: ModelRows | None = None
-) -> list[LogitsProcessor]:
-    """A job's logits processors, in order: log-probabilities are computed, then the logits are biased, then masked,
-    and the reasoning is closed.
-    """
+def make_processors(sampling: Sampling, constraint: Constraint | None = None) -> list[LogitsProcessor]:
+    """A job's logits processors, in order: the logits are biased, then masked, and the reasoning is closed."""
     repetition = sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else 0.0
     processors: list[LogitsProcessor] = make_logits_processors(
         dict(sampling.logit_bias) or None, repetition, sampling.repetition_context_size
@@ -65,8 +61,6 @@ def make_processors(
         processors.append(_Masked(constraint))
     if sampling.reasoning_budget is not None:
         processors.append(_Budgeted(ReasoningWatch(sampling.reasoning_budget)))
-    if rows is not None:
-        processors.insert(0, rows)
     return processors
 
 
@@ -150,25 +144,20 @@ class _Budgeted:
         return logits
 
 
-class ModelRows:
-    """The model's own log-probabilities, computed before biases and masks, for a job that reports them.
+class NotedLogprobs:
+    """The first processor for mlx-lm's generators of one sequence: it notes the model's own log-probabilities.
 
-    A processor. mlx-lm reports the distribution that it sampled from, in the model's number type.
+    The generators report the distribution that they sampled from, in the model's number type. The context has all of
+    the prompt, which has ``n_prompt`` tokens.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._output = _Output()
-        # Keyed by position, because a draft is checked after the tokens that it proposes.
-        self._rows: dict[int, Logprobs] = {}
+    def __init__(self, noted: OutputLogprobs, n_prompt: int) -> None:
+        self._noted = noted
+        self._n_prompt = n_prompt
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
-        self._rows[self._output(context).shape[0]] = Logprobs(logits, self._k)
+        self._noted.note(Logprobs(logits, self._noted.k), 0, context.shape[0] - self._n_prompt)
         return logits
-
-    def take(self, position: int, token: int) -> Scored:
-        """What ``token`` scored at a position of the output."""
-        return self._rows.pop(position).row(0, token, self._k)
 
 
 class _Masked:

@@ -24,6 +24,7 @@ from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
+from mlx_serve.engine.generate.sampling import NotedLogprobs
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.engine.generate.trial import refusal
@@ -291,10 +292,13 @@ class SingleBackend(LoadedBackend):
         sampling = running.choice.job.sampling
         # Without the type, an empty prefix (a prompt of one token) would be an array of floats.
         prompt, seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)
+        choice = running.choice
+        noting = NotedLogprobs(choice.logprobs, len(choice.job.prompt.tokens)) if choice.logprobs is not None else None
+        processors = [*([noting] if noting is not None else []), *choice.processors]
         options: dict[str, Any] = {
             "max_tokens": sampling.max_tokens - running.choice.n_output,
             "sampler": running.choice.sampler,
-            "logits_processors": [_Behind(seen, processor) for processor in running.choice.processors],
+            "logits_processors": [_Behind(seen, processor) for processor in processors],
             "prompt_cache": running.cache,
             "kv_bits": self._options.kv_bits,
             "kv_group_size": self._options.kv_group_size,

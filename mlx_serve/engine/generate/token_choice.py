@@ -15,8 +15,9 @@ from mlx_serve.engine.cache.size import NO_KV, KvSize
 from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.logprobs import OutputLogprobs
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.sampling import ModelRows, Seeded, make_processors, make_sampler
+from mlx_serve.engine.generate.sampling import Seeded, make_processors, make_sampler
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
@@ -58,7 +59,7 @@ class TokenChoice:
     sampler: Any
     processors: list[Any]
     constraint: Constraint | None
-    rows: ModelRows | None
+    logprobs: OutputLogprobs | None
     n_output: int = 0
     # The fault of a processor that raised. It fails this job alone, not the batch.
     fault: ApiError | None = None
@@ -76,9 +77,9 @@ class TokenChoice:
             return Failed(self.job.index, self.fault)
         if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
             return Failed(self.job.index, _grammar_failed(self.constraint.fault))
-        if self.rows is None:
+        if self.logprobs is None:
             return TokenEvent(self.job.index, token, finish)
-        return TokenEvent(self.job.index, token, finish, *self.rows.take(position, token))
+        return TokenEvent(self.job.index, token, finish, *self.logprobs.take(position, token))
 
 
 def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
@@ -86,14 +87,14 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     _check(job, loaded.vocab_size)
     sampling = job.sampling
     constraint = _constraint(sampling, loaded)
-    rows = ModelRows(sampling.top_logprobs) if sampling.top_logprobs is not None else None
+    logprobs = OutputLogprobs(sampling.top_logprobs) if sampling.top_logprobs is not None else None
     sampler = make_sampler(sampling, vocab_size=loaded.vocab_size, kept_by_xtc=loaded.kept_by_xtc)
-    processors = make_processors(sampling, constraint, rows)
+    processors = make_processors(sampling, constraint)
     if isinstance(sampler, Seeded):
         processors.append(sampler.follow)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
-    choice = TokenChoice(job, sampler, [], constraint, rows)
+    choice = TokenChoice(job, sampler, [], constraint, logprobs)
     choice.processors = [_Guarded(processor, choice) for processor in processors]
     return choice
 
