@@ -13,13 +13,14 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NoReturn, cast
 
 from mlx_serve import blas, logs, neighbours, serve, signals
+from mlx_serve.awake import KeepAwake
 from mlx_serve.commands import COMMANDS, WORDS, server_flags
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
@@ -151,9 +152,18 @@ def serve_until(
     _raise_descriptor_limit(settings.max_connections)
     signals.stop_on_signals(stop, reload)
     listening = supervisor.listening if supervisor is not None else None
-    with serve.configured(
-        settings, catalog, models, peers=peers, on_fault=stop.set, listening=listening, observer=supervisor
-    ) as server:
+    with (
+        _kept_awake(settings) as awake,
+        serve.configured(
+            settings,
+            catalog,
+            models,
+            peers=peers,
+            on_fault=stop.set,
+            listening=listening,
+            observers=[each for each in (supervisor, awake) if each is not None],
+        ) as server,
+    ):
         reload.server = server
         if supervisor is not None:
             supervisor.serving(server.scheduler)
@@ -167,6 +177,16 @@ def serve_until(
             _warn_of_nothing(catalog)
         stop.wait()
         server.drain(settings.drain_timeout)
+
+
+@contextmanager
+def _kept_awake(settings: Config) -> Iterator[KeepAwake | None]:
+    """On a Mac, what keeps it awake while the block runs, unless the operator wants none."""
+    if sys.platform != "darwin" or settings.keep_awake == "never":
+        yield None
+        return
+    with closing(KeepAwake(always=settings.keep_awake == "always")) as awake:
+        yield awake
 
 
 def _warn_of_strangers(settings: Config) -> None:

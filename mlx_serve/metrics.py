@@ -146,9 +146,9 @@ class Observer(Protocol):
 class Metrics:
     """Everything that is counted, the requests that run, and the latest errors."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, observer: Observer | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, observers: Sequence[Observer] = ()) -> None:
         self.clock = clock
-        self.observer = observer
+        self.observers = observers
         self.began = clock()
         self.started_at = time.time()
         model: Labels = ("model_name",)
@@ -266,13 +266,13 @@ class Trace:
 
     def submitting(self, jobs: Sequence[Job]) -> None:
         """The engine is about to get the request's sequences: from here on, they may be what ends the process."""
-        if self.metrics.observer is not None:
-            self.metrics.observer.entered(self, jobs)
+        for observer in self.metrics.observers:
+            observer.entered(self, jobs)
 
     def refused(self) -> None:
         """The engine has not taken them."""
-        if self.metrics.observer is not None:
-            self.metrics.observer.left(self)
+        for observer in self.metrics.observers:
+            observer.left(self)
 
     def queued(self, jobs: Sequence[Job] = ()) -> None:
         """The engine has taken the request's sequences."""
@@ -321,8 +321,8 @@ class Trace:
         self._open = False
         metrics = self.metrics
         metrics.leave(self)
-        if metrics.observer is not None:
-            metrics.observer.left(self)
+        for observer in metrics.observers:
+            observer.left(self)
         if n_left := self.n_sequences - self._n_ended:
             metrics.finished.add(n_left, self.model, "error" if failed else "abort")
             return

@@ -13,7 +13,7 @@ import platform
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -179,18 +179,18 @@ def configured(
     peers: Leader | None = None,
     on_fault: Callable[[], None] = lambda: None,
     listening: socket.socket | None = None,
-    observer: Observer | None = None,
+    observers: Sequence[Observer] = (),
 ) -> AbstractContextManager[Running]:
     """The server that the settings describe, as ``running`` gives it. Raises StartError.
 
-    ``listening``: the socket that it accepts on, if another process holds it. ``observer`` is told of all requests.
+    ``listening``: the socket that it accepts on, if another process holds it. ``observers`` are told of all requests.
     """
     return running(
         catalog,
         models,
         replace(http.options(settings), listening=listening),
         limits=limits(settings),
-        services=partial(services(settings), metrics=Metrics(observer=observer)),
+        services=partial(services(settings), metrics=Metrics(observers=observers)),
         first_model=catalog.default.name if catalog.default is not None else None,
         peers=peers,
         on_fault=on_fault,

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.metrics import Trace
-from mlx_serve.values import ApiError, ClientGone, Event, Failed, Job, Started, TokenEvent
+from mlx_serve.values import ClientGone, Event, Failed, Job, Started, TokenEvent
 
 # The longest time until the server notices that a client has left.
 ALIVE_EVERY_S = 0.25
@@ -45,7 +45,7 @@ class RunningJobs:
         self._trace.submitting(jobs)
         try:
             self._scheduler.submit(jobs)
-        except ApiError:
+        except BaseException:
             self._trace.refused()
             raise
         self._trace.queued(jobs)

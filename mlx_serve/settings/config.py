@@ -243,6 +243,13 @@ class Config:
         low=0,
     )
 
+    keep_awake: Literal["requests", "always", "never"] = flag(
+        _SERVICE,
+        "requests",
+        "when a Mac may not fall asleep: while requests run, always, or never",
+        choices=("requests", "always", "never"),
+    )
+
     log_level: str = flag(
         _LOG, "INFO", "lowest level to log", parse=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     )

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "engine": SHARED | {"engine"},
     "api": SHARED | {"api", "wire", "text", "engine"},
     "values": set(),
+    "awake": SHARED,
     "cli": NAMES,
     "__main__": {"cli", "commands", "supervise"},
     "supervise": SHARED | {"supervise", "settings", "wire", "logs", "signals", "__version__"},
@@ -38,8 +39,8 @@ MAY_IMPORT = {
 # The modules and folders of each package, in an order in which each may import only those before it. Every cycle of
 # imports contains an import against one of these orders, so this excludes cycles too.
 ORDER = {
-    "": "values metrics paths neighbours signals blas logs progress client wire text engine demo api probe settings"
-    " supervise serve reload testing commands cli __main__",
+    "": "values metrics paths awake neighbours signals blas logs progress client wire text engine demo api probe"
+    " settings supervise serve reload testing commands cli __main__",
     "api": "fields structured errors scope cost body generation_request request_fields shapes response_store"
     " running_jobs token_logprobs generation grammar_messages grammar_child grammars serving routes prompts pipeline"
     " models embeddings status openai responses anthropic endpoints",
