@@ -15,11 +15,13 @@ import resource
 import signal
 import socket
 import sys
+import time
 from array import array
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from threading import Event, Lock, Thread
+from itertools import count
+from threading import Lock, Thread
 from typing import Any, Protocol
 
 from mlx_serve.metrics import Trace
@@ -62,7 +64,6 @@ class Supervisor:
         self._lock = Lock()
         self._unsent = b""
         self._engine: Engine | None = None
-        self._over = Event()
 
     def start(self) -> None:
         """Start to beat, and to watch for the parent's end."""
@@ -101,10 +102,6 @@ class Supervisor:
         """A request has ended."""
         self._send(encode("end", id=trace.request_id))
 
-    def close(self) -> None:
-        """Stop to beat."""
-        self._over.set()
-
     def _send(self, message: bytes) -> None:
         with self._lock:
             if len(self._unsent) + len(message) > _MAX_UNSENT_BYTES:
@@ -116,14 +113,13 @@ class Supervisor:
                 self._unsent = self._unsent[n_sent:]
 
     def _beat(self) -> None:
-        n_beats = 0
-        while not self._over.wait(BEAT_S if n_beats else 0):
+        for n_beats in count():
             overdue = self._engine.overdue() if self._engine is not None else None
             work = {} if overdue is None else {"overdue_s": round(overdue.seconds, 1), "work": overdue.work}
             self._send(encode("beat", **work))
             if n_beats % _MEMORY_EVERY == 0:
                 self._send(encode("memory", **self._memory()))
-            n_beats += 1
+            time.sleep(BEAT_S)
 
     def _memory(self) -> dict[str, Any]:
         figures: dict[str, Any] = {"resident_bytes": resident_bytes()}
