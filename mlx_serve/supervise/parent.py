@@ -230,7 +230,8 @@ class Parent:
     def _on_signal(self, number: int) -> None:
         """Pass on the first SIGINT or SIGTERM; the next one ends all at once, as in a server without a parent."""
         if number == signal.SIGHUP and not (self._had_terminal and not signals.has_terminal()):
-            if self._process is not None:
+            # A process that starts reads everything anyway, and would be ended by the signal.
+            if self._process is not None and self._process.told.serving:
                 self._process.signal(number)
             return
         if self._stopping and number != signal.SIGHUP:
