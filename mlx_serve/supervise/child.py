@@ -11,7 +11,6 @@ import ctypes
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from itertools import count
 from threading import Lock, Thread
 from typing import Any, Protocol
 
+from mlx_serve.engine.footprint import footprint_bytes
 from mlx_serve.metrics import Trace
 from mlx_serve.supervise.messages import encode
 from mlx_serve.values import EngineStats, Job
@@ -122,7 +122,7 @@ class Supervisor:
             time.sleep(BEAT_S)
 
     def _memory(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"resident_bytes": resident_bytes()}
+        figures: dict[str, Any] = {"footprint_bytes": footprint_bytes()}
         if self._engine is None:
             return figures
         try:
@@ -173,13 +173,3 @@ def _die_with_parent() -> None:
     """On Linux the system kills this process when its parent ends, even if no thread of it can run."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
-def resident_bytes() -> int:
-    """The resident memory of this process; where the system does not tell, the most so far."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024

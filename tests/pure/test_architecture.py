@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "awake": SHARED,
     "cli": NAMES,
     "__main__": {"cli", "commands", "supervise"},
-    "supervise": SHARED | {"supervise", "settings", "wire", "logs", "signals", "__version__"},
+    "supervise": SHARED | {"supervise", "settings", "engine", "wire", "logs", "signals", "__version__"},
     "serve": SHARED | {"settings", "engine", "wire", "api", "progress", "__version__"},
     "reload": {"engine", "serve", "settings", "values"},
     "settings": SHARED | {"settings", "engine", "wire", "api", "demo", "__version__"},
