@@ -205,6 +205,23 @@ def test_a_job_alone_starts_and_runs_whatever_the_memory(held, scheduler):
     assert [len(tokens_of(events_of(one))) for one in jobs] == [3, 3, 3]
 
 
+def test_above_the_hard_mark_the_youngest_pauses_until_one_is_left(held, scheduler):
+    jobs = [job(text * 9) for text in "abc"]
+    for one in jobs:
+        scheduler.submit([one])
+        scheduler.step()
+    held.others = 900
+    scheduler.step()
+    assert scheduler.stats().running == 3
+    held.others = 960
+    for n_running in (2, 1, 1):
+        scheduler.step()
+        assert (scheduler.stats().running, scheduler.stats().paused) == (n_running, 3 - n_running)
+    held.others = 100
+    run(scheduler)
+    assert [bytes(tokens_of(events_of(one))[:-1]) for one in jobs] == [text * 9 for text in (b"a", b"b", b"c")]
+
+
 def test_the_log_says_once_that_nothing_is_left_to_drop(held, scheduler, caplog):
     caplog.set_level(logging.WARNING)
     scheduler.submit([job("abcdef")])

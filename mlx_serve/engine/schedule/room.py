@@ -107,8 +107,10 @@ class Room:
         else:
             return None
         self._shrink_caches(limit - wanted)
-        if wanted <= limit:
-            return None
+        return None if wanted <= limit else self.last_in_line()
+
+    def last_in_line(self) -> Job | None:
+        """The running job that pauses first. None: fewer than two run."""
         running = [job for slot in self._loaded.slots.values() for job in slot.running if job.inputs is None]
         # Of equal ones the last.
         return max(reversed(running), key=rank) if len(running) > 1 else None

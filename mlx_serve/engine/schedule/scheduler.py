@@ -215,6 +215,9 @@ class Scheduler:
         while (job := self._room.to_pause()) is not None:
             self._pause(job)
         self._pressure.relieve(self._loaded.marks())
+        # Its cache becomes a kept prefix, which the next look drops if it must.
+        if self._pressure.state.pressure == "hard" and (job := self._room.last_in_line()) is not None:
+            self._pause(job)
         is_working = bool(active) or self._loaded.opening is not None
         if is_working:
             self._worked_s = self._clock()
