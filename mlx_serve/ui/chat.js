@@ -82,6 +82,7 @@ export class Chat {
     this.onChange(conversation);
     const view = new AnswerTurn(body.model || "assistant", () => this.regenerate(turns.length));
     const answer = new Answer(performance.now());
+    view.box.classList.add("streamed");
     this.#log.append(view.box);
     view.wait({ text: "Waiting for the server", share: null });
     this.#follow.toEnd();
