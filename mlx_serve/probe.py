@@ -103,6 +103,7 @@ def _caches_fault(wanted: argparse.Namespace) -> str:
         return ""
     from mlx_lm.utils import load_model
 
+    from mlx_serve.engine.cache.kinds import Quantization
     from mlx_serve.engine.generate.trial import refusal
 
     try:
@@ -112,13 +113,9 @@ def _caches_fault(wanted: argparse.Namespace) -> str:
         ]
     except Exception:  # noqa: BLE001  the model's files are untrusted; other checks report what is wrong with them
         return ""
-    return refusal(
-        *models,
-        kv_bits=wanted.kv_bits,
-        kv_group_size=wanted.kv_group_size,
-        computes=False,
-        prompt_cache_bits=wanted.prompt_cache_bits,
-    )
+    quantization = Quantization(wanted.kv_bits, wanted.kv_group_size) if wanted.kv_bits is not None else None
+    model, draft_model = models
+    return refusal(model, draft_model, quantization, computes=False, prompt_cache_bits=wanted.prompt_cache_bits)
 
 
 if __name__ == "__main__":

@@ -277,8 +277,8 @@ def open_models(settings: Config, ranks: Ranks | None = None) -> tuple[Catalog, 
 def _store(
     settings: Config, catalog: Catalog, n_bytes: int, draft_path: Path | None, ranks: Ranks | None, report: Progress
 ) -> ModelStore:
+    from mlx_serve.engine.cache.kinds import Quantization
     from mlx_serve.engine.generate.batch import BatchOptions
-    from mlx_serve.engine.generate.single import SingleOptions
     from mlx_serve.engine.models.sharding import Sharding
     from mlx_serve.engine.models.store import ModelStore
     from mlx_serve.engine.models.wired import WiredLimit, recommended_bytes
@@ -286,6 +286,9 @@ def _store(
     tokenizer_config: dict[str, object] = {"trust_remote_code": settings.trust_remote_code}
     if settings.chat_template:
         tokenizer_config["chat_template"] = settings.chat_template
+    quantization = None
+    if settings.kv_bits is not None:
+        quantization = Quantization(settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start)
     return ModelStore(
         catalog,
         tokenizer_config=tokenizer_config,
@@ -293,9 +296,7 @@ def _store(
         trust_remote_code=settings.trust_remote_code,
         draft_path=draft_path,
         batch=BatchOptions(settings.decode_concurrency, settings.prompt_concurrency, settings.prefill_step_size),
-        single=SingleOptions(
-            settings.prefill_step_size, settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start
-        ),
+        quantization=quantization,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,
         prompt_cache_bits=settings.prompt_cache_bits,

@@ -144,7 +144,7 @@ class Config:
     kv_bits: int | None = flag(
         _BATCH,
         None,
-        "quantize the KV cache to this many bits (requests then run one by one)",
+        "quantize the KV cache to this many bits",
         parse=int,
         choices=(2, 3, 4, 6, 8),
     )

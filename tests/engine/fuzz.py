@@ -34,7 +34,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import make_choice
 from mlx_serve.values import (
     Failed,
@@ -47,7 +47,17 @@ from mlx_serve.values import (
     Started,
     TokenEvent,
 )
-from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import (
+    GPT_OSS,
+    QWEN3_NEXT,
+    VOCAB_SIZE,
+    loaded,
+    one_by_one,
+    tiny,
+    tiny_gemma,
+    tiny_lfm2,
+    tiny_llama,
+)
 
 # A token that random models write often opens the reasoning, and another one ends it.
 OPENING, ENDING = Marker(1, ((7, (1,)),)), Marker(2, tuple((token, (token // 32 + 1, 2)) for token in range(64)))
@@ -138,7 +148,7 @@ class Kind:
     """A model, and how its jobs run."""
 
     model: Callable[[], Any]
-    single: SingleOptions | None = None
+    alone: bool = False
     draft: Callable[[], Any] | None = None
 
 
@@ -152,11 +162,11 @@ KINDS = {
     "lists": Kind(lambda: tiny(LONGCAT)),
     "recurrent lists": Kind(lambda: tiny(FALCON)),
     "window lists": Kind(lambda: tiny(BAICHUAN)),
-    "plain, one by one": Kind(tiny_llama, SingleOptions()),
-    "windows, one by one": Kind(tiny_gemma, SingleOptions()),
-    "recurrent, one by one": Kind(lambda: tiny(MAMBA), SingleOptions()),
-    "mixed, one by one": Kind(tiny_lfm2, SingleOptions()),
-    "drafts": Kind(tiny_llama, SingleOptions(), lambda: tiny_llama(seed=3)),
+    "plain, one by one": Kind(tiny_llama, alone=True),
+    "windows, one by one": Kind(tiny_gemma, alone=True),
+    "recurrent, one by one": Kind(lambda: tiny(MAMBA), alone=True),
+    "mixed, one by one": Kind(tiny_lfm2, alone=True),
+    "drafts": Kind(tiny_llama, draft=lambda: tiny_llama(seed=3)),
 }
 
 
@@ -175,8 +185,8 @@ def backend_of(kind: Kind, rng: random.Random | None = None) -> BatchBackend | S
         trimmable=always_trims(make_prompt_cache(model)),
         control_ids=frozenset([TURN, TURN + 1]),
     )
-    if kind.single is not None:
-        return SingleBackend(whole, kind.single)
+    if kind.alone or draft is not None:
+        return one_by_one(whole)
     return BatchBackend(whole, BatchOptions(prompt_concurrency=rng.choice([1, 2, 8]) if rng else 8))
 
 

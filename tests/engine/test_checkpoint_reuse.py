@@ -8,9 +8,8 @@ import pytest
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from tests.engine.test_prefixes import Seen, job
-from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MODELS = {
     "gpt-oss": lambda: tiny(GPT_OSS),
@@ -35,7 +34,7 @@ def batch(model, step_size=2048, **kwargs):
 
 
 def single(model, step_size=2048, **kwargs):
-    return Seen(SingleBackend(whole(model, **kwargs), SingleOptions(prefill_step_size=step_size)))
+    return Seen(one_by_one(whole(model, **kwargs), BatchOptions(prefill_step_size=step_size)))
 
 
 def text(n, seed=0):

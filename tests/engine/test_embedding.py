@@ -10,12 +10,12 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan
+from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.embedding import Embedder
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.values import ApiError, Embedded, Inputs, Job, Prompt, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import VOCAB_SIZE, loaded, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import VOCAB_SIZE, loaded, one_by_one, tiny_gemma, tiny_lfm2, tiny_llama
 
 MEAN = Pooling("mean")
 INPUTS = [[1, 2, 3], [7], list(range(100, 160)), [9] * 17, [7]]
@@ -32,7 +32,7 @@ def batch_of(model, pooling=LAST_TOKEN):
 
 
 def single_of(model, pooling=LAST_TOKEN):
-    return SingleBackend(replace(loaded(model), pooling=pooling), SingleOptions())
+    return one_by_one(replace(loaded(model), pooling=pooling))
 
 
 def job(inputs, dimensions=None):
@@ -226,5 +226,5 @@ def test_admission_counts_one_cache_for_all_that_is_embedded(model):
     assert backend.kv_bytes(dict.fromkeys(embedded, 300)) == 1000
     assert backend.kv_bytes(dict.fromkeys([*embedded, generating([1], 5), generating([1], 5)], 300)) == 3000
     wide = loaded(tiny_llama(head_dim=64))
-    single = SingleBackend(replace(wide, kv_size=replace(size, fixed=1000)), SingleOptions(kv_bits=4))
-    assert single.kv_bytes({embedded[0]: 1}) == 1000
+    whole = replace(wide, kv_size=replace(size, fixed=1000), quantization=Quantization(4))
+    assert BatchBackend(whole, BatchOptions()).kv_bytes({embedded[0]: 1}) == 1000

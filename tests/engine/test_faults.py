@@ -9,14 +9,13 @@ import pytest
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.generate import token_choice
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.models.store import ModelStore
 from mlx_serve.engine.schedule.scheduler import Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.testing import FakeModels
 from mlx_serve.values import ApiError, Failed, Inputs, Job, Prompt, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import loaded, tiny_llama, tokens_of, write_model
+from tests.engine.tinymodel import loaded, one_by_one, tiny_llama, tokens_of, write_model
 
 PROMPT = list(range(20, 60))
 
@@ -65,12 +64,13 @@ def running():
         worker.stop()
 
 
-@pytest.mark.parametrize("kind", [BatchBackend, SingleBackend])
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("fault", [RuntimeError("[metal::malloc] no memory"), MemoryError(), ValueError("shapes")])
-def test_a_model_call_that_raises_fails_what_was_running_and_nothing_after_it(running, kind, fault):
+def test_a_model_call_that_raises_fails_what_was_running_and_nothing_after_it(running, alone, fault):
     model = OnCue(tiny_llama())
-    options = {BatchBackend: BatchOptions(), SingleBackend: SingleOptions()}[kind]
-    scheduler = running(FakeModels(lambda _: kind(loaded(model), options)))
+    scheduler = running(
+        FakeModels(lambda _: one_by_one(loaded(model)) if alone else BatchBackend(loaded(model), BatchOptions()))
+    )
     first = job(PROMPT)
     scheduler.submit([first])
     want = result(first)
@@ -173,7 +173,6 @@ def test_a_model_that_cannot_be_read_to_its_end_leaves_the_others_alone(running,
         Catalog(roots=[tmp_path]),
         tokenizer_config={},
         batch=BatchOptions(),
-        single=SingleOptions(),
         prompt_cache_size=4,
         prompt_cache_bytes=None,
     )
@@ -194,7 +193,6 @@ def test_a_model_larger_than_the_budget_is_refused_and_nothing_is_unloaded(runni
         Catalog(roots=[tmp_path]),
         tokenizer_config={},
         batch=BatchOptions(),
-        single=SingleOptions(),
         prompt_cache_size=4,
         prompt_cache_bytes=None,
         budget=MemoryBudget(total_bytes=2**30 + 2_000_000),

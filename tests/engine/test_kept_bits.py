@@ -7,15 +7,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from mlx_serve.engine.cache.kinds import holds, leaves, packed, unpacked
+from mlx_serve.engine.cache.kinds import Quantization, holds, leaves, packed, unpacked
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.generate.trial import refusal
 from tests.engine.fuzz import FALCON, MAMBA
 from tests.engine.test_prefixes import Seen, job
-from tests.engine.tinymodel import loaded, tiny, tiny_gemma, tiny_llama
+from tests.engine.tinymodel import loaded, one_by_one, tiny, tiny_gemma, tiny_llama
 
 TOKENS = [(7 * i) % 250 for i in range(100)]
 WIDE = {"hidden_size": 128}
@@ -71,7 +70,7 @@ def test_a_paused_job_s_cache_is_kept_as_it_is(model):
 def test_a_pause_changes_no_token(model, is_batch):
     def backend(bits=8):
         whole = replace(loaded(model), prefix_cache=PrefixCache(10, None, bits=bits))
-        return BatchBackend(whole, BatchOptions()) if is_batch else SingleBackend(whole, SingleOptions())
+        return BatchBackend(whole, BatchOptions()) if is_batch else one_by_one(whole)
 
     paused = Seen(backend())
     stores = []
@@ -121,17 +120,17 @@ def test_windows_and_states_stay_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("make", "kv_bits", "says"),
+    ("make", "quantization", "says"),
     [
         (lambda: tiny_llama(**WIDE), None, ""),
-        (lambda: tiny_llama(**WIDE), 8, "--kv-bits quantizes the KV cache already"),
+        (lambda: tiny_llama(**WIDE), Quantization(8, 32), "--kv-bits quantizes the KV cache already"),
         (tiny_llama, None, "no group of (64, 32) divides its dimensions of [8]"),
         (tiny_gemma, None, "no group of (64, 32) divides its dimensions of [8]"),
         (lambda: tiny(MAMBA), None, "no layers of full attention"),
     ],
 )
-def test_a_model_whose_caches_cannot_be_kept_so_is_refused(make, kv_bits, says):
-    fault = refusal(make(), None, kv_bits=kv_bits, kv_group_size=32, computes=False, prompt_cache_bits=8)
+def test_a_model_whose_caches_cannot_be_kept_so_is_refused(make, quantization, says):
+    fault = refusal(make(), None, quantization, computes=False, prompt_cache_bits=8)
     assert says in fault
     assert fault.startswith("--prompt-cache-bits does not work: " if says else "")
     assert bool(fault) == bool(says)

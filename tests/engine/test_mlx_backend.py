@@ -14,16 +14,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_tokenizer
 
 from benchmarks.structured import random_schema
+from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import constraints
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.sampling import make_processors
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Failed, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, one_by_one, tiny_llama, write_model
 
 GAP_S = 0.2
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]
@@ -39,7 +39,7 @@ def batch_of(model, vocabulary=None, **kwargs):
 
 
 def single_of(model, options=None, vocabulary=None, **kwargs):
-    return SingleBackend(replace(loaded(model, **kwargs), vocabulary=vocabulary), options or SingleOptions())
+    return one_by_one(replace(loaded(model, **kwargs), vocabulary=vocabulary), options)
 
 
 def job(prompt, max_tokens=12, **sampling):
@@ -280,17 +280,17 @@ def test_a_batch_is_charged_its_longest_sequence_for_each_of_them(model):
 
 def test_jobs_that_run_one_by_one_are_charged_their_sum(model):
     size = measure([model])
-    backend = SingleBackend(replace(loaded(model), kv_size=size), SingleOptions())
+    backend = one_by_one(replace(loaded(model, draft_model=model), kv_size=size))
     assert backend.kv_bytes({job([1] * 10): 30, job([1] * 1000): 1500}) == size.bytes(30) + size.bytes(1500)
 
 
 def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():
     wide = tiny_llama(head_dim=32)
-    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
-    want = offline(wide, PROMPTS[3], **options)
+    quantization = Quantization(4, 32, 0)
+    want = offline(wide, PROMPTS[3], **quantization.for_mlx_lm())
     # Four bits are felt, or nothing would be shown here.
     assert want != offline(wide, PROMPTS[3])
-    backend = single_of(wide, SingleOptions(**options))
+    backend = BatchBackend(replace(loaded(wide), quantization=quantization), BatchOptions())
     # The second time out of the prefix cache, which holds the first one's.
     for cached_tokens in (0, len(PROMPTS[3]) - 1):
         a = job(PROMPTS[3])
@@ -317,7 +317,7 @@ def test_a_draft_model_changes_no_token(model):
 
 
 def test_a_single_job_is_cancelled_in_its_prefill(model):
-    backend = single_of(model, SingleOptions(prefill_step_size=4))
+    backend = single_of(model, BatchOptions(prefill_step_size=4), draft_model=tiny_llama(seed=3))
     a, b = job(PROMPTS[3]), job([1, 2])
     backend.insert(a)
     assert backend.step(GAP_S) == [(a, Started(0, 0))]

@@ -13,10 +13,11 @@ from test_trial import ARCHITECTURES, greedy
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
+from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.load_errors import LoadError, loading
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.models.store import ModelStore, locate
@@ -38,7 +39,7 @@ def root(tmp_path):
 
 def store_of(root, **options):
     catalog = Catalog(roots=[root])
-    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}, **options}
+    options = {"batch": BatchOptions(), "tokenizer_config": {}, **options}
     return catalog, ModelStore(catalog, prompt_cache_size=4, prompt_cache_bytes=None, **options)
 
 
@@ -272,16 +273,12 @@ def test_a_damaged_tokenizer_is_a_load_error(root, name, content):
         store.tokenizer(catalog.find("one"))
 
 
-def test_with_a_quantized_cache_sequences_run_one_by_one(root, caplog):
+def test_with_a_quantized_cache_sequences_run_together(root, caplog):
     caplog.set_level("INFO")
     write_model(root / "wide", head_dim=64)
-    _, batched = store_of(root)
-    _, quantized = store_of(root, single=SingleOptions(kv_bits=4))
-    together, alone = opened(batched, "wide"), opened(quantized, "wide")
-    assert (type(together), together.alone) == (BatchBackend, "")
-    assert (type(alone), alone.alone) == (SingleBackend, "--kv-bits")
+    _, store = store_of(root, quantization=Quantization(4))
+    assert opened(store, "wide").alone == ""
     assert "wide: sequences run together" in caplog.text
-    assert "wide: one sequence at a time: --kv-bits" in caplog.text
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -291,7 +288,7 @@ def test_what_mlx_lm_cannot_batch_runs_alone_and_right(root, name, caplog):
     write_model(root / name, make=lambda *_, **__: model, **config)
     _, store = store_of(root)
     backend = opened(store, name)
-    assert isinstance(backend, SingleBackend)
+    assert backend.capacity == 1
     assert reason in backend.alone
     scheduler = Scheduler(store, Limits())
     scheduler.load(name)
@@ -306,7 +303,7 @@ def test_what_mlx_lm_cannot_batch_runs_alone_and_right(root, name, caplog):
 
 def test_a_quantized_cache_that_the_model_cannot_have_is_refused_with_the_reason(root):
     write_model(root / "windowed", make=lambda *_, **__: tiny_gemma(), **GEMMA)
-    _, store = store_of(root, single=SingleOptions(kv_bits=8, kv_group_size=32))
+    _, store = store_of(root, quantization=Quantization(8, 32))
     with pytest.raises(ApiError) as caught:
         opened(store, "windowed")
     assert "--kv-bits does not work" in str(caught.value.__cause__)
@@ -326,7 +323,7 @@ def with_draft(root, *, progress=lambda *_: None, **config):
     write_model(root / "draft", seed=3, **config)
     default = read_entry("main", root / "one")
     catalog = Catalog(default, ["main"], [root])
-    options = {"batch": BatchOptions(), "single": SingleOptions(), "tokenizer_config": {}, "progress": progress}
+    options = {"batch": BatchOptions(), "tokenizer_config": {}, "progress": progress}
     return ModelStore(catalog, draft_path=root / "draft", prompt_cache_size=4, prompt_cache_bytes=None, **options)
 
 

@@ -8,10 +8,9 @@ import pytest
 from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.grammars import Vocabulary
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import Grammar, Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, mlx_tokenizer, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, mlx_tokenizer, one_by_one, tiny_gemma, tiny_lfm2, tiny_llama
 
 PROMPT = tuple(range(100, 140))
 # Everything that has a state beside the KV cache.
@@ -34,12 +33,11 @@ def batch_of(model, vocabulary=None):
 
 
 def single_of(model, vocabulary=None):
-    return SingleBackend(replace(loaded(model), vocabulary=vocabulary), SingleOptions())
+    return one_by_one(replace(loaded(model), vocabulary=vocabulary))
 
 
 def drafts_of(model, vocabulary=None):
-    draft = replace(loaded(model, draft_model=tiny_llama(seed=3)), vocabulary=vocabulary)
-    return SingleBackend(draft, SingleOptions())
+    return one_by_one(replace(loaded(model, draft_model=tiny_llama(seed=3)), vocabulary=vocabulary))
 
 
 MAKES = [batch_of, single_of, drafts_of]

@@ -16,11 +16,10 @@ from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids, common
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.testing import FakeModels
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import loaded, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import loaded, one_by_one, tiny_gemma, tiny_lfm2, tiny_llama
 
 GAP_S = 0.2
 SYSTEM = [i % 250 for i in range(3, 123)]
@@ -37,8 +36,8 @@ def batch_of(model, options=None, **kwargs):
 
 
 def single_of(model, options=None, **kwargs):
-    kwargs.pop("trimmable", None)
-    return SingleBackend(loaded(model, **kwargs), options or SingleOptions())
+    trimmable = kwargs.pop("trimmable", True)
+    return one_by_one(replace(loaded(model, **kwargs), trimmable=trimmable), options)
 
 
 def job(prompt, max_tokens=6, scope="", **sampling):
@@ -349,7 +348,7 @@ def test_a_draft_model_s_prompt_that_was_cancelled_is_kept_too(model):
 
 
 def test_a_prompt_that_fails_on_the_way_leaves_no_cache(model, monkeypatch):
-    seen = Seen(single_of(model))
+    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
     seen.backend.insert(job(SYSTEM))
     seen.step(StepPlan(40))
     monkeypatch.setattr("mlx_serve.engine.generate.single.prefill", lambda *_: 1 / 0)

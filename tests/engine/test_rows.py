@@ -217,7 +217,7 @@ def test_what_cannot_be_cut_back_says_so(name):
 
 
 def test_short_rows_do_not_pay_for_a_long_one():
-    size = KvSize(0, ((1.0, None),))
+    size = KvSize(0, ((1.0, None),)).bytes
     assert [bank_of(n) for n in (1, 2048, 2049, 8192, 8193, 100_000)] == [0, 0, 1, 1, 2, 3]
     assert rows_bytes(size, [1000]) == 1024
     assert rows_bytes(size, [1000, 500]) == 2 * 1024

@@ -1,13 +1,18 @@
 """What a model can do is tried: models that mlx-lm batches wrongly, caches that can't be quantized, or cut back."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_serve.engine.cache.kinds import Quantization
+from mlx_serve.engine.cache.rows import QuantizedKvRows
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import trial
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.batch import BatchOptions
+from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.load_errors import LoadError
 from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
@@ -157,6 +162,14 @@ def test_what_runs_together_as_alone_may_be_batched(make, dtype):
     assert trial.batch_fault(model) == ""
 
 
+def test_a_batch_is_tried_with_quantized_caches_too(monkeypatch):
+    model, quantization = tiny_llama(head_dim=32), Quantization(8, 32)
+    assert trial.batch_fault(model, quantization) == ""
+    monkeypatch.setattr(QuantizedKvRows, "bits", property(lambda self: 1 / 0, lambda self, bits: None), raising=False)
+    assert trial.batch_fault(model) == ""
+    assert "with --kv-bits it fails in a batch" in trial.batch_fault(model, quantization)
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("seed", range(3))
 def test_what_cannot_run_in_a_batch_is_found_out(name, seed):
@@ -212,7 +225,7 @@ def test_a_model_that_fails_alone_too_is_no_matter_of_batches():
 )
 @pytest.mark.parametrize("computes", [True, False])
 def test_whether_a_cache_can_be_quantized_is_tried(make, reason, computes):
-    fault = trial.quantization_fault(make(), 8, 32, computes=computes)
+    fault = trial.quantization_fault(make(), Quantization(8, 32), computes=computes)
     assert reason in fault
     assert bool(fault) == bool(reason)
     assert "\n" not in fault
@@ -249,16 +262,17 @@ def test_a_cache_that_only_says_that_it_was_cut_back_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("target", "draft", "options"),
+    ("target", "draft", "quantization"),
     [
-        (tiny_gemma, tiny_llama, SingleOptions()),
-        (tiny_llama, tiny_gemma, SingleOptions()),
-        (tiny_gemma, lambda: None, SingleOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5000)),
+        (tiny_gemma, tiny_llama, None),
+        (tiny_llama, tiny_gemma, None),
+        (tiny_llama, tiny_llama, Quantization(8, 32)),
     ],
 )
-def test_no_backend_is_made_of_what_would_go_wrong(target, draft, options):
+def test_no_backend_is_made_of_what_would_go_wrong(target, draft, quantization):
+    whole = replace(loaded(target(), draft_model=draft()), quantization=quantization)
     with pytest.raises(LoadError, match="does not work"):
-        SingleBackend(loaded(target(), draft_model=draft()), options)
+        SingleBackend(whole, BatchOptions())
 
 
 class Named:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mlx_serve.engine.cache.prefixes import PrefixCache
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.values import Failed, Job, TokenEvent
@@ -163,6 +166,14 @@ def tiny_lfm2():
 
 def loaded(model, *, max_sequences: int = 10, draft_model=None) -> Loaded:
     return Loaded(model, VOCAB_SIZE, frozenset([EOS]), (10, EOS), PrefixCache(max_sequences, None), draft_model)
+
+
+def one_by_one(whole: Loaded, options: BatchOptions | None = None) -> BatchBackend | SingleBackend:
+    """The backend of a model that runs one job at a time: for its draft model, or as if its caches couldn't be rows."""
+    options = options or BatchOptions()
+    if whole.draft_model is not None:
+        return SingleBackend(whole, options)
+    return BatchBackend(replace(whole, alone="a test says so"), options)
 
 
 def byte_tokenizer(words=(), *, splits: bool = True) -> Tokenizer:

@@ -118,8 +118,8 @@ FAULTS = (
     ),
     Fault(
         "a batch is charged its sum",
-        "n_bytes = rows_bytes(self._loaded.kv_size, in_batch)",
-        "n_bytes = sum(map(self._loaded.kv_size.bytes, in_batch))",
+        "n_bytes = rows_bytes(self._row_bytes, in_batch)",
+        "n_bytes = sum(map(self._row_bytes, in_batch))",
         (BACKEND,),
     ),
     Fault(

@@ -51,7 +51,6 @@ PARAMETERS = {"get_weather": WEATHER["function"]["parameters"], "get_time": {"ma
 def server(tmp_path_factory):
     """A server on a tiny random model, as the command line puts it together."""
     from mlx_serve.engine.generate.batch import BatchOptions
-    from mlx_serve.engine.generate.single import SingleOptions
     from mlx_serve.engine.models.store import ModelStore
     from tests.engine.tinymodel import write_model
 
@@ -63,7 +62,6 @@ def server(tmp_path_factory):
         catalog,
         tokenizer_config={},
         batch=BatchOptions(),
-        single=SingleOptions(),
         prompt_cache_size=4,
         prompt_cache_bytes=None,
     )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -34,6 +36,23 @@ _GROWING = (KVCache, QuantizedKVCache, ChunkedKVCache, ConcatenateKVCache)
 _GROUPS = (64, 32)
 # The types that keep every token, so that they can be trimmed to any of them.
 _COMPLETE = (KVCache, QuantizedKVCache, ConcatenateKVCache)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """A KV cache gets ``bits`` a number, in groups of ``group_size`` numbers, once it holds ``start`` tokens."""
+
+    bits: int
+    group_size: int = 64
+    start: int = 5000
+
+    def apply(self, cache: list[Any]) -> None:
+        """Quantize those layers of a sequence's cache that are due."""
+        maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
+
+    def for_mlx_lm(self) -> dict[str, int]:
+        """The options of mlx-lm's generators."""
+        return {"kv_bits": self.bits, "kv_group_size": self.group_size, "quantized_kv_start": self.start}
 
 
 def leaves(cache: Iterable[Any]) -> Iterator[Any]:

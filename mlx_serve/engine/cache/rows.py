@@ -11,7 +11,7 @@ rows at the right edge, and copy every row of every layer at each join and leave
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -27,7 +27,6 @@ from mlx_lm.models.cache import (
 )
 
 from mlx_serve.engine.cache.kinds import bare_state, leaves
-from mlx_serve.engine.cache.size import KvSize
 
 # The most tokens that a pass may add to a row.
 MAX_PASS = 16
@@ -61,15 +60,15 @@ def bank_of(length: int) -> int:
     return bank
 
 
-def rows_bytes(size: KvSize, lengths: Sequence[int]) -> int:
-    """The most bytes that rows can take while they grow to ``lengths``.
+def rows_bytes(size: Callable[[int], int], lengths: Sequence[int]) -> int:
+    """The most bytes that rows can take while they grow to ``lengths``. ``size``: the bytes for so many tokens.
 
     A row costs what the longest row of its bank does. On its way, a longer row passes through the bank.
     """
     longest = max(lengths, default=0)
     banks = Counter(map(bank_of, lengths))
     ends = {bank: min(longest, _FIRST_BANK * _TIMES_LONGER**bank) for bank in banks}
-    return sum(n_allocated(n) * size.bytes(ends[bank]) for bank, n in banks.items())
+    return sum(n_allocated(n) * size(ends[bank]) for bank, n in banks.items())
 
 
 class BatchCache:

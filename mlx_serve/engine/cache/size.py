@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.cache.checkpoints import N_FREE, N_MOST, SHARE
-from mlx_serve.engine.cache.kinds import element_bytes, is_fixed, leaves, window
+from mlx_serve.engine.cache.kinds import Quantization, element_bytes, is_fixed, leaves, window
 
 # mlx-lm's caches grow in steps of so many tokens.
 _STEP = 256
@@ -69,7 +69,14 @@ def _filled(model: Any, n_tokens: int) -> Iterable[Any]:
     return leaves(cache)
 
 
-def quantized(size: KvSize, bits: int, group_size: int) -> KvSize:
-    """The size with ``bits`` bits a number, and a scale and a bias for every ``group_size`` numbers."""
-    share = (bits / 8 + 2 * size.element_bytes / group_size) / size.element_bytes
+def bytes_of(size: KvSize, n_tokens: int, quantization: Quantization | None) -> int:
+    """The bytes for one sequence whose cache is quantized once it is long enough: the most on the way there."""
+    if quantization is None:
+        return size.bytes(n_tokens)
+    return max(size.bytes(min(n_tokens, quantization.start)), _quantized(size, quantization).bytes(n_tokens))
+
+
+def _quantized(size: KvSize, quantization: Quantization) -> KvSize:
+    """The size of a quantized cache, which has a scale and a bias for each group of numbers."""
+    share = (quantization.bits / 8 + 2 * size.element_bytes / quantization.group_size) / size.element_bytes
     return KvSize(size.fixed, tuple((each * share, most) for each, most in size.layers), size.element_bytes, size.state)

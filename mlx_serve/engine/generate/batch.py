@@ -23,6 +23,7 @@ from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
+from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
@@ -57,7 +58,7 @@ class BatchBackend(LoadedBackend):
 
     def __init__(self, loaded: Loaded, options: BatchOptions, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.capacity = options.decode_concurrency
+        self.capacity = 1 if loaded.alone else options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
         super().__init__(loaded)
@@ -67,7 +68,7 @@ class BatchBackend(LoadedBackend):
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[Row, RunningSequence] = {}
-        self._rows = Rows(loaded.model, alone=bool(loaded.alone))
+        self._rows = Rows(loaded.model, alone=bool(loaded.alone), quantization=loaded.quantization)
         self._paused: dict[Job, RunningSequence] = {}
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
@@ -83,8 +84,12 @@ class BatchBackend(LoadedBackend):
         """The rows of the batch. Embedding has one cache at a time."""
         in_batch = [n for job, n in tokens.items() if job.inputs is None]
         embedded = [n for job, n in tokens.items() if job.inputs is not None]
-        n_bytes = rows_bytes(self._loaded.kv_size, in_batch)
+        n_bytes = rows_bytes(self._row_bytes, in_batch)
+        # The cache of an embedding job is not quantized, because it is dropped after each input.
         return n_bytes + (self._loaded.kv_size.bytes(max(embedded)) if embedded else 0)
+
+    def _row_bytes(self, n_tokens: int) -> int:
+        return bytes_of(self._loaded.kv_size, n_tokens, self._loaded.quantization)
 
     def insert(self, job: Job) -> None:
         """Check the job and queue its prompt for the next steps. Raises ApiError 400."""
@@ -259,7 +264,7 @@ class BatchBackend(LoadedBackend):
         n = end - prompt.n_done
         if n:
             started_s = self._clock()
-            prefill(self._loaded.model, cache, prompt.ids[prompt.n_done : end].tolist())
+            prefill(self._loaded.model, cache, prompt.ids[prompt.n_done : end].tolist(), self._loaded.quantization)
             self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
             prompt.trail.reached(cache, end)

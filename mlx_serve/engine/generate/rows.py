@@ -9,6 +9,7 @@ Knows no job and no prompt: a sequence joins with its prefilled cache, and gets 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
+from mlx_serve.engine.cache.kinds import Quantization, is_quantized, leaves
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache, bank_of
 from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
@@ -49,11 +51,13 @@ class Row:
 class Rows:
     """All running sequences of a model."""
 
-    def __init__(self, model: Any, *, alone: bool = False) -> None:
+    def __init__(self, model: Any, *, alone: bool = False, quantization: Quantization | None = None) -> None:
         """``alone``: the model's caches can't be rows, so there is at most one sequence."""
         self._model = model
         self._alone = alone
-        self._banks: dict[int, _Bank] = {}
+        self._quantization = quantization
+        # By whether the caches are quantized, and by length.
+        self._banks: dict[tuple[bool, int], _Bank] = {}
         self._n_steps = 0
 
     def __len__(self) -> int:
@@ -99,7 +103,9 @@ class Rows:
             return [drawn for bank in self._banks.values() for drawn in bank.step()]
 
     def _join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
-        key = self._key(row)
+        if self._quantization is not None:
+            self._quantization.apply(cache)
+        key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
             self._banks[key] = _Bank(self._model, LoneCache() if self._alone else BatchCache(cache))
         self._banks[key].join(row, cache, drawn)
@@ -112,13 +118,14 @@ class Rows:
         return left
 
     def _move_grown(self) -> None:
-        """Move sequences that have become too long for their banks."""
+        """Move sequences that have become too long for their banks, or that are to be quantized now."""
+        start = self._quantization.start if self._quantization is not None else math.inf
         for key, bank in list(self._banks.items()):
-            for row in [row for row in bank.rows if self._key(row) != key]:
+            for row in [row for row in bank.rows if self._key(row, key[0] or len(row.tokens) >= start) != key]:
                 self._join(row, *self._leave(row))
 
-    def _key(self, row: Row) -> int:
-        return 0 if self._alone else bank_of(len(row.tokens) + 1)
+    def _key(self, row: Row, quantized: bool) -> tuple[bool, int]:
+        return quantized, 0 if self._alone else bank_of(len(row.tokens) + 1)
 
     def _bank_with(self, row: Row) -> _Bank:
         return next(bank for bank in self._banks.values() if row in bank.rows)

@@ -1,7 +1,7 @@
-"""One job at a time, behind the Backend protocol: for caches that do not merge, a quantized KV cache, a draft model.
+"""One job at a time with a draft model, behind the Backend protocol.
 
 The prompt is prefilled here, in chunks as short as a batch's. So a job can be cancelled during its prompt, and other
-models' streams continue. mlx-lm's generators then start from its last token. Worker thread.
+models' streams continue. mlx-lm's generator then starts from its last token. Worker thread.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.generate import generate_step, maybe_quantize_kv_cache, speculative_generate_step
+from mlx_lm.generate import speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Trail
 from mlx_serve.engine.cache.prefixes import Ids, as_ids
-from mlx_serve.engine.cache.size import quantized
+from mlx_serve.engine.cache.size import bytes_of
+from mlx_serve.engine.generate.batch import BatchOptions
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
@@ -32,42 +33,20 @@ from mlx_serve.engine.load_errors import LoadError
 from mlx_serve.values import Event, Failed, Job, Started
 
 
-@dataclass(frozen=True, slots=True)
-class SingleOptions:
-    """How a job that runs alone is prefilled, and how its KV cache is quantized."""
-
-    prefill_step_size: int = 2048
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-
-    def runs_alone(self, draft_model: Any) -> str:
-        """Why these options force jobs to run alone, whatever the model can do; "": they do not."""
-        if draft_model is not None:
-            return "--draft-model"
-        return "--kv-bits" if self.kv_bits is not None else ""
-
-
 class SingleBackend(LoadedBackend):
     """Runs one job from its prompt to its end before it takes the next one.
 
-    Raises LoadError when the model's caches can't do what a draft model or ``options`` ask of them.
+    Raises LoadError when the models' caches can't do what drafts and a quantized cache ask of them.
     """
 
     capacity = 1
 
-    def __init__(self, loaded: Loaded, options: SingleOptions) -> None:
+    def __init__(self, loaded: Loaded, options: BatchOptions) -> None:
         super().__init__(loaded)
-        fault = refusal(
-            loaded.model,
-            loaded.draft_model,
-            kv_bits=options.kv_bits,
-            kv_group_size=options.kv_group_size,
-            computes=False,
-        )
+        assert loaded.draft_model is not None
+        fault = refusal(loaded.model, loaded.draft_model, loaded.quantization, computes=False)
         if fault:
             raise LoadError(fault)
-        self._options = options
         self._budget = PrefillBudget(options.prefill_step_size)
         self._embedder = Embedder(loaded)
         # At most one of the two is set.
@@ -98,8 +77,7 @@ class SingleBackend(LoadedBackend):
             self.let_go(job)
         self._running = running
         if running.scoring is None:
-            pin = self._loaded.prefix_cache.claim if self._keeps_answers else self._loaded.prefix_cache.pin
-            pin(job, running.ids, job.scope)
+            self._loaded.prefix_cache.pin(job, running.ids, job.scope)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Drop jobs that run or are paused. What they have computed is kept: their clients may ask again."""
@@ -112,7 +90,8 @@ class SingleBackend(LoadedBackend):
         running = self._running
         if running is not None and running.choice.job in jobs:
             self._end(running)
-            if running.cache and (running.generation is None or self._keeps_answers):
+            # While the job decodes, the two models' caches differ in length.
+            if running.cache and running.generation is None:
                 ids = as_ids(running.tokens[: running.n_done])
                 self._loaded.prefix_cache.store(
                     ids,
@@ -182,28 +161,17 @@ class SingleBackend(LoadedBackend):
         self._embedding = None
 
     def _kv_bytes(self, job: Job, n_tokens: int) -> int:
-        options, size = self._options, self._loaded.kv_size
+        size, quantization = self._loaded.kv_size, self._loaded.quantization
         # The cache of an embedding job is not quantized, because it is dropped after each input.
-        if options.kv_bits is None or job.inputs is not None:
-            return size.bytes(n_tokens)
-        small = quantized(size, options.kv_bits, options.kv_group_size)
-        return max(size.bytes(min(n_tokens, options.quantized_kv_start)), small.bytes(n_tokens))
-
-    @property
-    def _keeps_answers(self) -> bool:
-        """Whether an answer's cache can be kept. With a draft model, the two models' caches differ in length then."""
-        return self._loaded.draft_model is None
+        return bytes_of(size, n_tokens, quantization if job.inputs is None else None)
 
     def _begin(self, running: _Running) -> None:
         """Give a prompt its cache, with the prefix that it can reuse."""
         job = running.choice.job
-        owner = job if self._keeps_answers else None
-        cache, running.n_done, kept = self._loaded.prefix_cache.fetch(running.ids, job.scope, owner)
+        cache, running.n_done, kept = self._loaded.prefix_cache.fetch(running.ids, job.scope)
         self._loaded.prefix_cache.unpin(job)
         if cache is None:
-            cache = make_prompt_cache(self._loaded.model)
-            if self._loaded.draft_model is not None:
-                cache += make_prompt_cache(self._loaded.draft_model)
+            cache = make_prompt_cache(self._loaded.model) + make_prompt_cache(self._loaded.draft_model)
         running.cache, running.trail = cache, Trail(kept=kept)
         self.plan_stops(running.trail, running.ids, job.scope, running.n_done, cache)
 
@@ -222,11 +190,8 @@ class SingleBackend(LoadedBackend):
         if n_scored and scoring.n_left:
             return []
         running.scoring = None
-        if self._loaded.draft_model is None:
-            running.cache, running.n_done = scoring.cache, len(running.tokens) - 1
-        else:
-            # The draft model has not processed the prompt yet.
-            self._begin(running)
+        # The draft model has not processed the prompt yet.
+        self._begin(running)
         event = scoring.event()
         if event.is_last:
             self._end(running)
@@ -250,20 +215,18 @@ class SingleBackend(LoadedBackend):
         chunk = running.tokens[running.n_done : running.n_done + n]
         for model, cache in self._models(running.cache):
             prefill(model, cache, chunk)
-        options = self._options
-        maybe_quantize_kv_cache(running.cache, options.quantized_kv_start, options.kv_group_size, options.kv_bits)
+        if self._loaded.quantization is not None:
+            self._loaded.quantization.apply(running.cache)
         running.n_done += n
         running.trail.reached(running.cache, running.n_done)
         running.choice.job.n_prefilled = running.n_done
         self._budget.note(n, time.perf_counter() - started_s)
-        if self._loaded.draft_model is not None and running.n_left == 1:
+        if running.n_left == 1:
             # After this point the two models' caches have different lengths.
             kept = copy.deepcopy(running.cache)
             self._loaded.prefix_cache.store(as_ids(running.tokens[:-1]), kept, running.choice.job.scope)
 
     def _models(self, cache: list[Any]) -> list[tuple[Any, list[Any]]]:
-        if self._loaded.draft_model is None:
-            return [(self._loaded.model, cache)]
         n = len(self._loaded.model.layers)
         return [(self._loaded.model, cache[:n]), (self._loaded.draft_model, cache[n:])]
 
@@ -295,21 +258,18 @@ class SingleBackend(LoadedBackend):
         choice = running.choice
         noting = NotedLogprobs(choice.logprobs, len(choice.job.prompt.tokens)) if choice.logprobs is not None else None
         processors = [*([noting] if noting is not None else []), *choice.processors]
-        options: dict[str, Any] = {
-            "max_tokens": sampling.max_tokens - running.choice.n_output,
-            "sampler": running.choice.sampler,
-            "logits_processors": [_Behind(seen, processor) for processor in processors],
-            "prompt_cache": running.cache,
-            "kv_bits": self._options.kv_bits,
-            "kv_group_size": self._options.kv_group_size,
-            "quantized_kv_start": self._options.quantized_kv_start,
-        }
-        if self._loaded.draft_model is not None:
-            options["num_draft_tokens"] = sampling.n_draft_tokens
-            for token, *_ in speculative_generate_step(prompt, self._loaded.model, self._loaded.draft_model, **options):
-                yield int(token)
-            return
-        for token, _ in generate_step(prompt, self._loaded.model, **options):
+        quantization = self._loaded.quantization
+        for token, *_ in speculative_generate_step(
+            prompt,
+            self._loaded.model,
+            self._loaded.draft_model,
+            max_tokens=sampling.max_tokens - choice.n_output,
+            sampler=running.choice.sampler,
+            logits_processors=[_Behind(seen, processor) for processor in processors],
+            prompt_cache=running.cache,
+            num_draft_tokens=sampling.n_draft_tokens,
+            **({} if quantization is None else quantization.for_mlx_lm()),
+        ):
             yield int(token)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
 
+from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import NO_KV, KvSize
 from mlx_serve.engine.errors import is_fault
@@ -44,6 +45,7 @@ class Loaded:
     vocabulary: Vocabulary | None = None
     control_ids: frozenset[int] = frozenset()
     kv_size: KvSize = NO_KV
+    quantization: Quantization | None = None
     trimmable: bool = True
     shares: bool = True
     alone: str = ""

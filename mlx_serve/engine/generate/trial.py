@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream, maybe_quantize_kv_cache
+from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE
 from mlx_serve.engine.cache.kinds import (
+    Quantization,
     always_trims,
     is_fixed,
     is_quantized,
@@ -48,9 +50,8 @@ _TIMES_THE_LONG_ONE_S = 4
 def refusal(
     model: Any,
     draft_model: Any,
+    quantization: Quantization | None,
     *,
-    kv_bits: int | None,
-    kv_group_size: int,
     computes: bool,
     prompt_cache_bits: int | None = None,
 ) -> str:
@@ -62,19 +63,20 @@ def refusal(
     for which, one in models if draft_model is not None else []:
         if fault := rewind_fault(one, computes=computes):
             return f"--draft-model does not work: {which} cannot take tokens back: {fault}"
-    for which, one in models if kv_bits is not None else []:
-        if fault := quantization_fault(one, kv_bits or 0, kv_group_size, computes=computes):
+    for which, one in models if quantization is not None else []:
+        assert quantization is not None
+        if fault := quantization_fault(one, quantization, computes=computes):
             return f"--kv-bits does not work: the KV cache of {which} cannot be quantized: {fault}"
     if prompt_cache_bits is not None and (
-        fault := packing_fault([one for _, one in models], prompt_cache_bits, kv_bits)
+        fault := packing_fault([one for _, one in models], prompt_cache_bits, quantization)
     ):
         return f"--prompt-cache-bits does not work: {fault}"
     return ""
 
 
-def packing_fault(models: Sequence[Any], bits: int, kv_bits: int | None) -> str:
+def packing_fault(models: Sequence[Any], bits: int, quantization: Quantization | None) -> str:
     """Why kept caches can't be quantized. Describes a step of each model and runs none."""
-    if kv_bits is not None:
+    if quantization is not None:
         return "--kv-bits quantizes the KV cache already"
     for model in models:
         cache = make_prompt_cache(model)
@@ -88,11 +90,22 @@ def packing_fault(models: Sequence[Any], bits: int, kv_bits: int | None) -> str:
     return ""
 
 
-def batch_fault(model: Any) -> str:
-    """Why sequences of a model can't run together. Raises the model's error when it can't even run alone."""
+def batch_fault(model: Any, quantization: Quantization | None = None) -> str:
+    """Why sequences of a model can't run together. Raises the model's error when it can't even run alone.
+
+    With a ``quantization``, they are also tried with quantized caches.
+    """
     if faulty := [layer for layer in leaves(make_prompt_cache(model)) if not can_join(layer)]:
         return f"a batch cannot have its {kind_names(faulty)}"
-    caches = [_prefilled(model, prompt) for prompt in (_LONG, _SHORT)]
+    plain = _batch_fault(model, None)
+    if plain or quantization is None:
+        return plain
+    fault = _batch_fault(model, replace(quantization, start=0))
+    return f"with --kv-bits {fault}" if fault else ""
+
+
+def _batch_fault(model: Any, quantization: Quantization | None) -> str:
+    caches = [_prefilled(model, prompt, quantization) for prompt in (_LONG, _SHORT)]
     alone = copy.deepcopy(caches)
     try:
         together = _together(model, caches)
@@ -107,12 +120,12 @@ def batch_fault(model: Any) -> str:
     return f"in a batch its log-probabilities are off by {max(long, short):.0%}"
 
 
-def quantization_fault(model: Any, bits: int, group_size: int, *, computes: bool) -> str:
+def quantization_fault(model: Any, quantization: Quantization, *, computes: bool) -> str:
     """Why a model's KV cache can't be quantized. ``computes`` as in ``refusal``."""
     cache = make_prompt_cache(model)
     try:
         model(_row(_LONG), cache=cache)
-        maybe_quantize_kv_cache(cache, 0, group_size, bits)
+        replace(quantization, start=0).apply(cache)
         logits = model(_row(_SHORT), cache=cache)
         if computes:
             mx.eval(logits)
@@ -183,10 +196,10 @@ def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[t
     return found
 
 
-def _prefilled(model: Any, prompt: Sequence[int]) -> list[Any]:
+def _prefilled(model: Any, prompt: Sequence[int], quantization: Quantization | None = None) -> list[Any]:
     """A cache of all but the last token."""
     cache: list[Any] = make_prompt_cache(model)
-    prefill(model, cache, prompt[:-1])
+    prefill(model, cache, prompt[:-1], quantization)
     return cache
 
 

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_adapters, load_model
 from mlx_serve.engine import footprint
 from mlx_serve.engine.backend import Opening
 from mlx_serve.engine.cache.disk import DiskCache, DiskTier, model_identity
-from mlx_serve.engine.cache.kinds import always_trims
+from mlx_serve.engine.cache.kinds import Quantization, always_trims
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
@@ -31,7 +31,7 @@ from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate import trial
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.pooling import read_pooling
-from mlx_serve.engine.generate.single import SingleBackend, SingleOptions
+from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large
 from mlx_serve.engine.memory import RESERVE_BYTES, Marks, MemoryBudget, MemoryUse
@@ -80,7 +80,7 @@ class ModelStore:
         trust_remote_code: bool = False,
         draft_path: Path | None = None,
         batch: BatchOptions,
-        single: SingleOptions,
+        quantization: Quantization | None = None,
         prompt_cache_size: int,
         prompt_cache_bytes: int | None,
         prompt_cache_bits: int | None = None,
@@ -97,7 +97,7 @@ class ModelStore:
         self._trust_remote_code = trust_remote_code
         self._draft_path = draft_path
         self._batch = batch
-        self._single = single
+        self._quantization = quantization
         self._prompt_cache_size = prompt_cache_size
         self._prompt_cache_bytes = prompt_cache_bytes
         self._prompt_cache_bits = prompt_cache_bits
@@ -206,8 +206,8 @@ class ModelStore:
         self._wired.keep(sum(self.weights_bytes(name) for name in self._loaded))
 
     def _backend(self, loaded: Loaded) -> BatchBackend | SingleBackend:
-        if loaded.alone:
-            return SingleBackend(loaded, self._single)
+        if loaded.draft_model is not None:
+            return SingleBackend(loaded, self._batch)
         return BatchBackend(loaded, self._batch)
 
     def _read(self, entry: ModelEntry) -> Generator[None, None, tuple[Any, Any]]:
@@ -250,25 +250,25 @@ class ModelStore:
             trimmable=trimmable,
             shares=not self._parts_differ(trimmable=trimmable),
             alone=alone,
+            quantization=self._quantization,
             agree=self._sharding.ranks.agree if self._sharding is not None else None,
             pooling=read_pooling(entry.path),
         )
 
     def _tried(self, entry: ModelEntry, model: Any, draft_model: Any) -> tuple[bool, str]:
         """Whether caches can always be trimmed, and why sequences can't run together. Raises LoadError."""
-        options, is_one = self._single, self._sharding is None
+        quantization = self._quantization
         refusal = trial.refusal(
             model,
             draft_model,
-            kv_bits=options.kv_bits,
-            kv_group_size=options.kv_group_size,
-            computes=is_one,
+            quantization,
+            computes=self._sharding is None,
             prompt_cache_bits=self._prompt_cache_bits,
         )
         trimmable, may_serve = self._agree_on(entry, model, [always_trims(make_prompt_cache(model)), not refusal])
         if not may_serve:
             raise LoadError(f"cannot serve {entry.name}: {refusal or 'another rank says why in its log'}")
-        alone = options.runs_alone(draft_model) or trial.batch_fault(model)
+        alone = "--draft-model" if draft_model is not None else trial.batch_fault(model, quantization)
         (together,) = self._agree_on(entry, model, [not alone])
         alone = "" if together else alone or "another rank cannot batch it"
         log.info("%s: %s", entry.name, f"one sequence at a time: {alone}" if alone else "sequences run together")
@@ -309,7 +309,7 @@ class ModelStore:
         if self._disk is None:
             return None
         draft = str(self._draft_path) if entry is self._catalog.default else ""
-        settings = [repr(self._single), draft]
+        settings = [repr(self._batch.prefill_step_size), repr(self._quantization), draft]
         if self._prompt_cache_bits is not None:
             settings.append(f"{self._prompt_cache_bits} bits")
         return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
