@@ -295,7 +295,9 @@ def _store(
         use_default_chat_template=settings.use_default_chat_template,
         trust_remote_code=settings.trust_remote_code,
         draft_path=draft_path,
-        batch=BatchOptions(settings.decode_concurrency, settings.prompt_concurrency, settings.prefill_step_size),
+        batch=BatchOptions(
+            settings.decode_concurrency, settings.prompt_concurrency, settings.prefill_step_size, settings.draft_ngram
+        ),
         quantization=quantization,
         prompt_cache_size=settings.prompt_cache_size,
         prompt_cache_bytes=settings.prompt_cache_bytes,

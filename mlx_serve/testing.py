@@ -100,6 +100,8 @@ class FakeBackend:
     cache_bytes = 0
     n_cached = 0
     n_evicted = 0
+    n_drafted = 0
+    n_accepted = 0
 
     def __init__(
         self,

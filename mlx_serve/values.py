@@ -412,7 +412,8 @@ MemoryPressure: TypeAlias = Literal["none", "soft", "hard"]
 class EngineStats:
     """What only the engine knows, at one moment. Counts are of sequences.
 
-    ``preemptions`` (how often one was paused for lack of memory) and ``evictions`` are sums since the start.
+    ``preemptions`` (how often one was paused for lack of memory), ``evictions``, and the ``drafted`` and ``accepted``
+    tokens are sums since the start.
     ``kv_bytes`` is what the running sequences' KV caches are expected to come to, which is what admission counts.
     ``active_bytes``, ``peak_bytes``, ``cache_bytes`` and ``wired_limit_bytes`` are MLX's own figures, and
     ``footprint_bytes`` is what the process holds by the system's count. 0 also stands for "not known"; a mark of 0 is
@@ -428,6 +429,8 @@ class EngineStats:
     prefix_cache_entries: int = 0
     preemptions: int = 0
     evictions: int = 0
+    drafted: int = 0
+    accepted: int = 0
     weights_bytes: int = 0
     active_bytes: int = 0
     peak_bytes: int = 0

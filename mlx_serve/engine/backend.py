@@ -61,6 +61,14 @@ class Backend(Protocol):
     def n_evicted(self) -> int:
         """How many prefixes were evicted."""
 
+    @property
+    def n_drafted(self) -> int:
+        """How many tokens were drafted, and checked by the model. Any thread may call this and ``n_accepted``."""
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of the drafted tokens were right."""
+
     def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The bytes of KV caches for jobs that run together, of so many tokens each. Any thread."""
 

@@ -74,6 +74,7 @@ class Config:
         "draft model of the first model, for speculative decoding (requests then run one by one)",
         parse=file_path,
     )
+    draft_ngram: bool = flag(_MODEL, False, "draft what followed in a request's own text, where that pays")
     num_draft_tokens: int = flag(_MODEL, 3, "tokens to draft at a time", parse=int, low=0)
     trust_remote_code: bool = flag(_MODEL, False, "run the Python code of a model or tokenizer")
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text) instead of the tokenizer's")

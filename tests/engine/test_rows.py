@@ -10,7 +10,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from mlx_serve.engine.cache.rows import MAX_PASS, BatchCache, bank_of, can_join, rows_bytes
 from mlx_serve.engine.cache.size import KvSize
-from mlx_serve.engine.generate.rows import Row, Rows
+from mlx_serve.engine.generate.bank import Row
+from mlx_serve.engine.generate.rows import Rows
 from tests.engine import fuzz
 from tests.engine.test_trial import LATENT
 from tests.engine.tinymodel import tiny, tiny_gemma, tiny_lfm2, tiny_llama

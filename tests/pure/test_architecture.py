@@ -59,8 +59,8 @@ ORDER = {
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill logprobs rows trial pooling reasoning grammars constraints"
-    " sampling token_choice scoring embedding sequence loaded batch single",
+    "engine/generate": "pass_cost prefill_budget prefill logprobs drafts bank rows trial pooling reasoning grammars"
+    " constraints sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"
@@ -84,6 +84,7 @@ MAY_IMPORT_MLX = {
     "engine/cache/checkpoints.py",
     "engine/cache/rows.py",
     "engine/generate/rows.py",
+    "engine/generate/bank.py",
     "engine/cache/prefixes.py",
     "engine/generate/scoring.py",
     "engine/generate/embedding.py",

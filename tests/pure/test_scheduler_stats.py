@@ -14,6 +14,8 @@ class Kept(FakeBackend):
     cache_bytes = 7
     n_cached = 2
     n_evicted = 3
+    n_drafted = 5
+    n_accepted = 4
     alone = "it is a test"
 
 
@@ -57,6 +59,7 @@ def test_each_model_has_its_figures():
     )
     assert (stats.waiting, stats.running, stats.kv_bytes, stats.weights_bytes) == (3, 2, 19, 200)
     assert (stats.prefix_cache_bytes, stats.prefix_cache_entries, stats.evictions) == (14, 4, 6)
+    assert (stats.drafted, stats.accepted) == (10, 8)
     assert (stats.active_bytes, stats.peak_bytes, stats.cache_bytes) == (1, 2, 3)
 
 

@@ -36,6 +36,8 @@ STATS = EngineStats(
     prefix_cache_entries=13,
     preemptions=19,
     evictions=14,
+    drafted=19,
+    accepted=9,
     weights_bytes=15,
     active_bytes=16,
     peak_bytes=17,
@@ -315,6 +317,7 @@ def test_the_engine_s_figures_are_passed_on():
             "pressure": "soft",
         }
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
+        assert body["drafts"] == {"drafted_tokens": 19, "accepted_tokens": 9}
         big = {"name": "big", "waiting": 1, "running": 4, "paused": 2, "weights_bytes": 10, "kv_bytes": 0}
         assert body["models"][0] == {**big, "capacity": 32, "alone": ""}
         assert (body["models"][1]["capacity"], body["models"][1]["alone"]) == (1, "--kv-bits")
@@ -328,6 +331,8 @@ def test_the_engine_s_figures_are_passed_on():
         assert lines['mlx_serve:num_requests_waiting{model_name=""}'] == 2
         assert lines["mlx_serve:kv_cache_bytes"] == 11
         assert lines["mlx_serve:prefix_cache_evictions_total"] == 14
+        assert lines["mlx_serve:draft_tokens_total"] == 19
+        assert lines["mlx_serve:draft_tokens_accepted_total"] == 9
         assert lines["mlx_serve:memory_peak_bytes"] == 17
         memory = [lines[f"mlx_serve:memory_{name}_bytes"] for name in ("footprint", "soft_mark", "hard_mark")]
         assert memory == [20, 21, 22]

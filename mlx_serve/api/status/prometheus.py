@@ -84,6 +84,8 @@ def _families(core: Any, metrics: Metrics, engine: EngineStats, status: str) -> 
     pauses = "How often a sequence paused for lack of memory."
     yield core.CounterMetricFamily(PREFIX + "num_preemptions", pauses, engine.preemptions)
     yield core.CounterMetricFamily(PREFIX + "prefix_cache_evictions", "KV caches given up for room.", engine.evictions)
+    yield core.CounterMetricFamily(PREFIX + "draft_tokens", "Tokens that were drafted.", engine.drafted)
+    yield core.CounterMetricFamily(PREFIX + "draft_tokens_accepted", "Drafted tokens that were right.", engine.accepted)
     yield core.GaugeMetricFamily(PREFIX + "engine_up", "1 while the engine's thread lives.", int(status != "stopped"))
     stalled = "1 while a step of the engine's thread takes far longer than steps do."
     yield core.GaugeMetricFamily(PREFIX + "engine_stalled", stalled, int(status == "stalled"))

@@ -105,6 +105,7 @@ def as_object(metrics: Metrics, engine: EngineStats, status: str, version: str) 
             "entries": engine.prefix_cache_entries,
             "evictions": engine.evictions,
         },
+        "drafts": {"drafted_tokens": engine.drafted, "accepted_tokens": engine.accepted},
         "totals": {
             "http_requests": int(metrics.http_requests.total()),
             "prompt_tokens": int(metrics.prompt_tokens.total()),

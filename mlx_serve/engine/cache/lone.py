@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_serve.engine.cache.kinds import cut_back, take_back
+from mlx_serve.engine.cache.kinds import cut_back, is_complete, leaves, take_back
 
 
 class LoneCache:
@@ -21,6 +21,11 @@ class LoneCache:
     def nbytes(self) -> int:
         """The bytes of the cache."""
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def can_cut_back(self) -> bool:
+        """Whether the last tokens of a pass can be dropped."""
+        return all(map(is_complete, leaves(self.layers)))
 
     def join(self, cache: Sequence[Any], length: int) -> None:
         """Take over the cache of the only sequence."""

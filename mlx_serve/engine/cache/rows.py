@@ -84,6 +84,11 @@ class BatchCache:
         """The bytes of all rows, with the spare ones."""
         return sum(rows.nbytes for rows in leaves(self.layers))
 
+    @property
+    def can_cut_back(self) -> bool:
+        """Whether the last tokens of a pass can be dropped."""
+        return not any(isinstance(rows, StateRows) for rows in leaves(self.layers))
+
     def join(self, cache: Sequence[Any], length: int) -> None:
         """Add a row with the ``length`` tokens of a sequence's ``cache``. Layer by layer, that cache is emptied."""
         for rows, single in zip(leaves(self.layers), leaves(cache), strict=True):

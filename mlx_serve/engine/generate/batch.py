@@ -24,11 +24,13 @@ from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
+from mlx_serve.engine.generate.bank import Row
+from mlx_serve.engine.generate.drafts import Lookup
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
-from mlx_serve.engine.generate.rows import Row, Rows
+from mlx_serve.engine.generate.rows import Rows
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import RunningSequence
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
@@ -42,11 +44,15 @@ _STRETCH = 1.25
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """Limits of the running batch, with the meaning of mlx_lm.server's flags of the same names."""
+    """Limits of the running batch, with the meaning of mlx_lm.server's flags of the same names.
+
+    ``draft_ngram``: look up in each sequence's own text what may come next, and check it in the same pass.
+    """
 
     decode_concurrency: int = 32
     prompt_concurrency: int = 8
     prefill_step_size: int = 2048
+    draft_ngram: bool = False
 
 
 class BatchBackend(LoadedBackend):
@@ -61,6 +67,8 @@ class BatchBackend(LoadedBackend):
         self.capacity = 1 if loaded.alone else options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
+        # Drafts depend on times, which differ between ranks.
+        self._drafts = options.draft_ngram and loaded.agree is None
         super().__init__(loaded)
         # Prompts, in the order of their arrival.
         self._prompts: list[RunningSequence] = []
@@ -79,6 +87,14 @@ class BatchBackend(LoadedBackend):
     def n_decoding(self) -> int:
         """Jobs whose prompts are done, without those that wait for a step that decodes."""
         return len(self._decoding)
+
+    @property
+    def n_drafted(self) -> int:
+        return self._rows.n_drafted
+
+    @property
+    def n_accepted(self) -> int:
+        return self._rows.n_accepted
 
     def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The rows of the batch. Embedding has one cache at a time."""
@@ -325,14 +341,19 @@ class BatchBackend(LoadedBackend):
         drawn = self._rows.step()
         if drawn:
             self._budget.note_decoding(self._clock() - started_s)
-        return [self._event(row, token) for row, token in drawn]
+        # A sequence that fails ends before the rest of its draft.
+        return [self._event(row, token) for row, token in drawn if row in self._decoding]
 
     def _join(self, sequence: RunningSequence) -> None:
         """Move a sequence into the batch. Its cache holds all of the prompt but the last token."""
         assert sequence.cache is not None
         choice = sequence.choice
         *tokens, last = sequence.ids.tolist()
-        sequence.row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
+        row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
+        row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
+        if self._drafts and not choice.follows_tokens:
+            row.lookup = Lookup([*tokens, last])
+        sequence.row = row
         self._rows.join(sequence.row, sequence.cache)
         sequence.cache = None
         self._decoding[sequence.row] = sequence

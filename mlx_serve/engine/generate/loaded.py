@@ -47,6 +47,14 @@ class LoadedBackend(Backend):
     def n_evicted(self) -> int:
         return self._loaded.prefix_cache.n_evicted
 
+    @property
+    def n_drafted(self) -> int:
+        return 0
+
+    @property
+    def n_accepted(self) -> int:
+        return 0
+
     def pin(self, jobs: Sequence[Job]) -> None:
         known, self._in_line = self._in_line, {}
         for job in known:

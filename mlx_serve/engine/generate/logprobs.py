@@ -64,6 +64,12 @@ class OutputLogprobs:
         self._noted[position] = (logprobs, row)
         self._n_noted = position + 1
 
+    def take_back(self, n_positions: int) -> None:
+        """Forget the positions noted last, behind a draft that was wrong."""
+        for position in range(self._n_noted - n_positions, self._n_noted):
+            del self._noted[position]
+        self._n_noted -= n_positions
+
     def take(self, position: int, token: int) -> Scored:
         """What ``token`` scored at a position of the output."""
         logprobs, row = self._noted.pop(position)

@@ -1,8 +1,6 @@
-"""The running batch. Its sequences are rows, and each step adds a token to every row. Worker thread.
+"""The running batch. Its sequences are rows, and each step adds tokens to every row. Worker thread.
 
-Rows of similar lengths are in one bank, which the model runs in one pass. Sequences join and leave between two passes.
-A bank's next pass starts before the tokens of the last one are read, so Python's work overlaps with the device's. So a
-bank is always one token ahead: ``drawn`` has the tokens that the running pass draws.
+Sequences join and leave between two passes. Those of similar lengths are in one bank (bank.py).
 
 Knows no job and no prompt: a sequence joins with its prefilled cache, and gets a sampler and logits processors.
 """
@@ -10,54 +8,45 @@ Knows no job and no prompt: a sequence joins with its prefilled cache, and gets 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import TokenBuffer
-from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from mlx_serve.engine.cache.kinds import Quantization, is_quantized, leaves
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache, bank_of
-from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
+from mlx_serve.engine.generate.bank import Bank, Row
+from mlx_serve.engine.generate.drafts import DraftLength
 
 # MLX's cache of freed buffers is emptied every so many steps.
 _CLEAR_EVERY = 512
 
 
-@dataclass(slots=True, eq=False)
-class Row:
-    """A sequence in the batch.
-
-    ``tokens``: what its cache holds once the running pass has ended. ``next_token``: what it is fed first, the last
-    token of its prompt.
-    """
-
-    tokens: list[int]
-    next_token: int
-    sampler: Sampler = greedy_sampler
-    processors: Sequence[LogitsProcessor] = ()
-    # Where its tokens' log-probabilities are noted; None: nobody wants them.
-    logprobs: OutputLogprobs | None = None
-    # What the processors get: the tokens so far, on the device.
-    context: TokenBuffer = field(default_factory=TokenBuffer)
-    # Whether the token that was fed last is part of the output.
-    has_begun: bool = False
-
-
 class Rows:
     """All running sequences of a model."""
 
-    def __init__(self, model: Any, *, alone: bool = False, quantization: Quantization | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        alone: bool = False,
+        quantization: Quantization | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """``alone``: the model's caches can't be rows, so there is at most one sequence."""
         self._model = model
+        self._clock = clock
+        self.draft_length = DraftLength()
+        # Tokens that were drafted, and those of them that were right.
+        self.n_drafted = self.n_accepted = 0
         self._alone = alone
         self._quantization = quantization
         # By whether the caches are quantized, and by length.
-        self._banks: dict[tuple[bool, int], _Bank] = {}
+        self._banks: dict[tuple[bool, int], Bank] = {}
         self._n_steps = 0
 
     def __len__(self) -> int:
@@ -91,7 +80,7 @@ class Rows:
             return bank.cache.copy(bank.rows.index(row), n_tokens)
 
     def step(self) -> list[tuple[Row, int]]:
-        """Run a pass of each bank, and return the tokens that the passes before it drew.
+        """Run a pass of each bank, and return the tokens that were fed to it: what earlier passes drew, and drafts.
 
         A sequence that just joined has none yet. A sequence goes on until it is removed.
         """
@@ -100,14 +89,25 @@ class Rows:
             self._n_steps += 1
             if self._n_steps % _CLEAR_EVERY == 0:
                 mx.clear_cache()
-            return [drawn for bank in self._banks.values() for drawn in bank.step()]
+            return [(row, token) for bank in self._banks.values() for row, out in self._run(bank) for token in out]
+
+    def _run(self, bank: Bank) -> list[tuple[Row, list[int]]]:
+        lookups = [row.lookup for row in bank.rows if row.lookup is not None]
+        wanted = self.draft_length.choose(len(bank.rows), lookups) if lookups and bank.can_cut_back else 0
+        out = bank.step_with_drafts(wanted) if wanted else bank.step()
+        if bank.seconds is not None:
+            self.draft_length.note(len(bank.rows), wanted, bank.seconds)
+        self.n_drafted += bank.n_drafted
+        self.n_accepted += bank.n_accepted
+        bank.n_drafted = bank.n_accepted = 0
+        return out
 
     def _join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
         if self._quantization is not None:
             self._quantization.apply(cache)
         key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
-            self._banks[key] = _Bank(self._model, LoneCache() if self._alone else BatchCache(cache))
+            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache), self._clock)
         self._banks[key].join(row, cache, drawn)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:
@@ -127,85 +127,5 @@ class Rows:
     def _key(self, row: Row, quantized: bool) -> tuple[bool, int]:
         return quantized, 0 if self._alone else bank_of(len(row.tokens) + 1)
 
-    def _bank_with(self, row: Row) -> _Bank:
+    def _bank_with(self, row: Row) -> Bank:
         return next(bank for bank in self._banks.values() if row in bank.rows)
-
-
-class _Bank:
-    """Sequences that the model runs in one pass."""
-
-    def __init__(self, model: Any, cache: BatchCache | LoneCache) -> None:
-        self._model = model
-        self.cache = cache
-        self.rows: list[Row] = []
-        # The next input of each row, shape (rows,).
-        self._drawn = mx.array([], mx.uint32)
-
-    def join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
-        """Add a row whose next input is ``drawn``, shape (1,)."""
-        self._wait()
-        self.cache.join(cache, len(row.tokens))
-        self.rows.append(row)
-        self._drawn = mx.concatenate([self._drawn, drawn])
-
-    def leave(self, row: Row) -> tuple[list[Any], mx.array]:
-        """Remove a row. Returns its cache and its next input, shape (1,)."""
-        self._wait()
-        index, last = self.rows.index(row), len(self.rows) - 1
-        kept = self.cache.copy(index)
-        self.cache.leave(index)
-        drawn = self._drawn[index : index + 1]
-        self._drawn = self._drawn[mx.array([last if i == index else i for i in range(last)], mx.int32)]
-        self.rows[index] = self.rows[last]
-        self.rows.pop()
-        return kept, drawn
-
-    def step(self) -> list[tuple[Row, int]]:
-        """Start a pass with the tokens that were drawn last, then read and return these tokens."""
-        fed = self._drawn
-        self.cache.begin(1)
-        logits = self._model(fed[:, None], cache=self.cache.layers)[:, -1, :]
-        self.cache.advance([1] * len(self.rows))
-        self._drawn = self._draw(logits, fed)
-        contexts = [row.context.state for row in self.rows if row.processors]
-        mx.async_eval(self._drawn, contexts)  # type: ignore[no-untyped-call]
-        tokens: list[int] = fed.tolist()  # type: ignore[assignment]
-        out = []
-        for row, token in zip(self.rows, tokens, strict=True):
-            row.tokens.append(token)
-            if row.has_begun:
-                out.append((row, token))
-            row.has_begun = True
-        return out
-
-    def _wait(self) -> None:
-        """Wait for the running pass, because a write to an array that it is reading would copy the whole array."""
-        mx.eval(self._drawn)
-
-    def _draw(self, logits: mx.array, fed: mx.array) -> mx.array:
-        """The next token of each row, shape (rows,), from its logits, shape (rows, vocab)."""
-        # The model's own values, before a processor changes them.
-        note_rows(logits, [row.logprobs for row in self.rows])
-        if any(row.processors for row in self.rows):
-            each = [_processed(row, logits[i : i + 1], fed[i : i + 1]) for i, row in enumerate(self.rows)]
-            logits = mx.concatenate(each)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        # Rows with equal settings have the same sampler, and are sampled in one call.
-        alike: dict[int, list[int]] = {}
-        for i, row in enumerate(self.rows):
-            alike.setdefault(id(row.sampler), []).append(i)
-        if len(alike) == 1:
-            only: mx.array = self.rows[0].sampler(logprobs)
-            return only
-        groups = list(alike.values())
-        drawn = mx.concatenate([self.rows[group[0]].sampler(logprobs[mx.array(group)]) for group in groups])
-        order = [i for group in groups for i in group]
-        return drawn[mx.array(sorted(range(len(order)), key=order.__getitem__))]
-
-
-def _processed(row: Row, logits: mx.array, fed: mx.array) -> mx.array:
-    if row.processors:
-        context = row.context.update_and_fetch(fed)
-        for processor in row.processors:
-            logits = processor(context, logits)
-    return logits

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
 from mlx_serve.engine.cache.prefixes import Ids, common
-from mlx_serve.engine.generate.rows import Row
+from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
 
 

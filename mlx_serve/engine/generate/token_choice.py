@@ -71,6 +71,11 @@ class TokenChoice:
         """Whether the job's grammar has used up its CPU time."""
         return self.constraint is not None and self.constraint.is_late
 
+    @property
+    def follows_tokens(self) -> bool:
+        """Whether the choice of a token depends on a grammar, which would have to take back a wrong draft."""
+        return self.constraint is not None and self.constraint.follows_tokens
+
     def event(self, token: int, finish: Any) -> TokenEvent | Failed:
         """The event of the output's next token. mlx-lm computes one token ahead, so a fault may be early too."""
         position = self.n_output

@@ -30,8 +30,9 @@ from mlx_serve.engine.cache.kinds import (
 )
 from mlx_serve.engine.cache.rows import can_join
 from mlx_serve.engine.errors import one_line
+from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.generate.rows import Row, Rows
+from mlx_serve.engine.generate.rows import Rows
 
 # A model that lacks the tried ability raises one of these, or MLX does during the computation.
 _FAULTS = (*ALIKE, MemoryError, RuntimeError)

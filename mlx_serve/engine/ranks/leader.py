@@ -126,6 +126,14 @@ class LedBackend:
     def n_evicted(self) -> int:
         return self._part.n_evicted
 
+    @property
+    def n_drafted(self) -> int:
+        return self._part.n_drafted
+
+    @property
+    def n_accepted(self) -> int:
+        return self._part.n_accepted
+
     def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The bytes of the KV caches on this rank, which has the most layers of a pipeline."""
         return self._part.kv_bytes(tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Condition
 
@@ -63,8 +63,8 @@ class LoadedModels:
         self.slots: dict[str, Slot] = {}
         self.opening: tuple[str, Opening] | None = None
         self.served = False
-        # Evictions of models that are no longer in memory.
-        self._n_evicted_before = 0
+        # The counts of models that are no longer in memory: evictions, drafted and accepted tokens.
+        self._before = (0, 0, 0)
         # How often a job was paused.
         self.n_preemptions = 0
 
@@ -116,7 +116,7 @@ class LoadedModels:
         """Unload a model and its kept prefixes."""
         with self._lock:
             slot = self.slots.pop(name)
-            self._n_evicted_before += slot.backend.n_evicted
+            self._before = _sums([self._before, _counts(slot)])
         slot.backend.close()
         # No other reference may remain, or the old model stays in memory beside the new one.
         del slot
@@ -159,6 +159,7 @@ class LoadedModels:
         """The figures for a copy of ``slots``. Any thread."""
         use, marks = memory.use, memory.marks
         models = tuple(self._model_stats(name, slot, waiting[name]) for name, slot in slots.items())
+        evictions, drafted, accepted = _sums([self._before, *map(_counts, slots.values())])
         return EngineStats(
             waiting=waiting.total(),
             running=sum(model.running for model in models),
@@ -168,7 +169,9 @@ class LoadedModels:
             prefix_cache_entries=sum(slot.backend.n_cached for slot in slots.values()),
             paused=sum(model.paused for model in models),
             preemptions=self.n_preemptions,
-            evictions=self._n_evicted_before + sum(slot.backend.n_evicted for slot in slots.values()),
+            evictions=evictions,
+            drafted=drafted,
+            accepted=accepted,
             weights_bytes=sum(model.weights_bytes for model in models),
             active_bytes=use.active_bytes,
             peak_bytes=use.peak_bytes,
@@ -194,3 +197,12 @@ class LoadedModels:
             capacity=backend.capacity,
             alone=backend.alone,
         )
+
+
+def _counts(slot: Slot) -> tuple[int, int, int]:
+    return slot.backend.n_evicted, slot.backend.n_drafted, slot.backend.n_accepted
+
+
+def _sums(counts: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+    evictions, drafted, accepted = map(sum, zip(*counts, strict=True))
+    return evictions, drafted, accepted

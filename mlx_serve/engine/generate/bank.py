@@ -1,0 +1,221 @@
+"""Sequences of similar lengths that decode together: the model runs them in one pass. Worker thread.
+
+The next pass starts before the tokens of the last one are read, so Python's work overlaps with the device's. So a bank
+is always one token ahead. A pass with drafts needs the tokens first, and adds several of them to a row instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import TokenBuffer
+from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
+
+from mlx_serve.engine.cache.lone import LoneCache
+from mlx_serve.engine.cache.rows import BatchCache
+from mlx_serve.engine.generate.drafts import Lookup
+from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
+
+# A pass is timed only if so small a part of the time between two steps went to other work.
+_BETWEEN = 0.2
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A sequence in the batch.
+
+    ``tokens``: what its cache holds once the running pass has ended. ``next_token``: what it is fed first, the last
+    token of its prompt.
+    """
+
+    tokens: list[int]
+    next_token: int
+    sampler: Sampler = greedy_sampler
+    processors: Sequence[LogitsProcessor] = ()
+    # Where its tokens' log-probabilities are noted; None: nobody wants them.
+    logprobs: OutputLogprobs | None = None
+    # What the processors get: the tokens so far, on the device.
+    context: TokenBuffer = field(default_factory=TokenBuffer)
+    # Drafts: where to look them up, the tokens that the output may still get, and the tokens that end it.
+    lookup: Lookup | None = None
+    n_left: int = 0
+    ends: frozenset[int] = frozenset()
+    # Whether the token that was fed last is part of the output.
+    has_begun: bool = False
+
+    def draft(self, token: int, n_tokens: int) -> list[int]:
+        """At most ``n_tokens`` that may follow ``token``, which comes behind ``tokens``, within the output."""
+        if self.lookup is None:
+            return []
+        if self.has_begun:
+            self.lookup.add(token)
+            if token in self.ends:
+                return []
+        return self.lookup.draft(min(n_tokens, self.n_left - self.has_begun))
+
+    def take(self, tokens: Sequence[int]) -> list[int]:
+        """Append what was fed to the model. Returns the part of it that is output."""
+        self.tokens += tokens
+        output = list(tokens) if self.has_begun else list(tokens[1:])
+        self.has_begun = True
+        self.n_left -= len(output)
+        return output
+
+
+class Bank:
+    """Sequences that the model runs in one pass."""
+
+    def __init__(self, model: Any, cache: BatchCache | LoneCache, clock: Callable[[], float]) -> None:
+        self._model = model
+        self._clock = clock
+        self.cache = cache
+        self.rows: list[Row] = []
+        # The next input of each row, shape (rows,).
+        self._drawn = mx.array([], mx.uint32)
+        # What the last step's pass took; None: it is not known.
+        self.seconds: float | None = None
+        # When the last step ended, if its pass is still running.
+        self._ended_s: float | None = None
+        self.n_drafted = self.n_accepted = 0
+
+    @property
+    def can_cut_back(self) -> bool:
+        """Whether tokens can be dropped again, as wrong drafts must be."""
+        return self.cache.can_cut_back
+
+    def join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
+        """Add a row whose next input is ``drawn``, shape (1,)."""
+        self._wait()
+        self.cache.join(cache, len(row.tokens))
+        self.rows.append(row)
+        self._drawn = mx.concatenate([self._drawn, drawn])
+
+    def leave(self, row: Row) -> tuple[list[Any], mx.array]:
+        """Remove a row. Returns its cache and its next input, shape (1,)."""
+        self._wait()
+        index, last = self.rows.index(row), len(self.rows) - 1
+        kept = self.cache.copy(index)
+        self.cache.leave(index)
+        drawn = self._drawn[index : index + 1]
+        self._drawn = self._drawn[mx.array([last if i == index else i for i in range(last)], mx.int32)]
+        self.rows[index] = self.rows[last]
+        self.rows.pop()
+        return kept, drawn
+
+    def step(self) -> list[tuple[Row, list[int]]]:
+        """Start a pass with the tokens that were drawn last, then read and return these tokens."""
+        started_s, fed = self._clock(), self._drawn
+        contexts = self._contexts(fed)
+        self.cache.begin(1)
+        logits = self._model(fed[:, None], cache=self.cache.layers)[:, -1, :]
+        self.cache.advance([1] * len(self.rows))
+        self._drawn = self._draw(logits, contexts)
+        mx.async_eval(self._drawn, [row.context.state for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
+        tokens: list[int] = fed.tolist()  # type: ignore[assignment]
+        out = [(row, row.take([token])) for row, token in zip(self.rows, tokens, strict=True)]
+        for row, output in out:
+            if row.lookup is not None and output:
+                row.lookup.add(*output)
+        self._time(started_s)
+        return out
+
+    def step_with_drafts(self, n_most: int) -> list[tuple[Row, list[int]]]:
+        """Read the tokens that were drawn last, and run a pass with them and with drafts of what follows.
+
+        Returns these tokens, and of the drafts what is right.
+        """
+        tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
+        started_s = self._clock()
+        drafts = [row.draft(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
+        n = max(map(len, drafts))
+        fed = mx.array(
+            [[token, *draft] + [token] * (n - len(draft)) for token, draft in zip(tokens, drafts, strict=True)]
+        )
+        contexts = self._contexts(fed[:, 0])
+        self.cache.begin(1 + n)
+        logits = self._model(fed, cache=self.cache.layers)
+        drawn = []
+        for i in range(1 + n):
+            seen = [
+                mx.concatenate([context, fed[j, 1 : 1 + i]]) if context is not None and i <= len(drafts[j]) else None
+                for j, context in enumerate(contexts)
+            ]
+            drawn.append(self._draw(logits[:, i, :], seen))
+        by_row: list[list[int]] = mx.stack(drawn, axis=1).tolist()  # type: ignore[assignment]
+        out, following, n_kept = [], [], []
+        for row, token, draft, after in zip(self.rows, tokens, drafts, by_row, strict=True):
+            n_right = _n_right(draft, after, row.ends)
+            out.append((row, row.take([token, *draft[:n_right]])))
+            following.append(after[n_right])
+            n_kept.append(1 + n_right)
+            if row.logprobs is not None:
+                row.logprobs.take_back(n - n_right)
+            if row.processors and n_right:
+                row.context.update_and_fetch(mx.array(draft[:n_right]))
+            if row.lookup is not None:
+                for right in draft[:n_right]:
+                    row.lookup.add(right)
+            self.n_drafted += len(draft)
+            self.n_accepted += n_right
+        self.cache.advance(n_kept)
+        self._drawn = mx.array(following, mx.uint32)
+        self.seconds, self._ended_s = self._clock() - started_s if n else None, None
+        return out
+
+    def _time(self, started_s: float) -> None:
+        """Take the time of a step whose pass runs on. It is that from step to step, unless other work came between."""
+        now_s, last_s = self._clock(), self._ended_s
+        is_known = last_s is not None and started_s - last_s < _BETWEEN * (now_s - last_s)
+        self.seconds = now_s - last_s if last_s is not None and is_known else None
+        self._ended_s = now_s
+
+    def _contexts(self, fed: mx.array) -> list[mx.array | None]:
+        """What the processors of each row get when these tokens are fed, shape (rows,)."""
+        return [
+            row.context.update_and_fetch(fed[i : i + 1]) if row.processors else None for i, row in enumerate(self.rows)
+        ]
+
+    def _wait(self) -> None:
+        """Wait for the running pass, because a write to an array that it is reading would copy the whole array."""
+        mx.eval(self._drawn)
+        self._ended_s = None
+
+    def _draw(self, logits: mx.array, contexts: Sequence[mx.array | None]) -> mx.array:
+        """The next token of each row, shape (rows,), from its logits, shape (rows, vocab), and its tokens so far."""
+        # The model's own values, before a processor changes them.
+        note_rows(logits, [row.logprobs for row in self.rows])
+        if any(context is not None for context in contexts):
+            each = [_processed(row, logits[i : i + 1], contexts[i]) for i, row in enumerate(self.rows)]
+            logits = mx.concatenate(each)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        # Rows with equal settings have the same sampler, and are sampled in one call.
+        alike: dict[int, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            alike.setdefault(id(row.sampler), []).append(i)
+        if len(alike) == 1:
+            only: mx.array = self.rows[0].sampler(logprobs)
+            return only
+        groups = list(alike.values())
+        drawn = mx.concatenate([self.rows[group[0]].sampler(logprobs[mx.array(group)]) for group in groups])
+        order = [i for group in groups for i in group]
+        return drawn[mx.array(sorted(range(len(order)), key=order.__getitem__))]
+
+
+def _processed(row: Row, logits: mx.array, context: mx.array | None) -> mx.array:
+    if context is not None:
+        for processor in row.processors:
+            logits = processor(context, logits)
+    return logits
+
+
+def _n_right(draft: Sequence[int], drawn: Sequence[int], ends: Collection[int]) -> int:
+    """How many drafted tokens were drawn too, up to one that ends the output."""
+    for n, (guess, token) in enumerate(zip(draft, drawn, strict=False)):
+        if guess != token:
+            return n
+        if token in ends:
+            return n + 1
+    return len(draft)

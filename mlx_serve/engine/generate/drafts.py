@@ -1,0 +1,99 @@
+"""Drafts: tokens that may come next in a sequence, and whether it pays to check them. Knows no MLX, no model, no clock.
+
+The model checks several drafted tokens of each row in one pass, and draws a token at each of them as it would without
+drafts. As long as what it draws is what was drafted, the next drawn token is right as well. So drafts change no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+# A draft follows the longest of these n-grams that stands at the end of a text and occurs earlier in it.
+_LONGEST = 3
+# So many of a prompt's last tokens are indexed: 2 us each, while every stream waits.
+_INDEXED = 8192
+# How many tokens a pass may draft for each row.
+LENGTHS = (1, 3, 7)
+# The newest draft's weight in a row's chance that a drafted token is right.
+_WEIGHT = 0.1
+# Drafting must promise so much more than a pass without drafts.
+_LEAST_GAIN = 1.05
+# The newest passes of a length whose times are kept.
+_KEPT_TIMES = 5
+# A length whose passes were too slow is measured again after so many passes.
+_STALE = 400
+
+
+class Lookup:
+    """What followed the end of a text when it occurred earlier in the text."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = list(tokens[-_INDEXED:])
+        # By n-gram: the position behind its last occurrence. The end of the text is not indexed yet.
+        self._followers: dict[tuple[int, ...], int] = {}
+        for end in range(1, len(self._tokens)):
+            self._index(end)
+        # The chance that the first drafted token is right. A text that repeats nothing has none to try.
+        self.chance = 0.0
+
+    def add(self, token: int) -> None:
+        """Append a token that has come, and note whether it would have been drafted."""
+        guess = self.draft(1)
+        self.chance += _WEIGHT * ((guess == [token]) - self.chance)
+        if self._tokens:
+            self._index(len(self._tokens))
+        self._tokens.append(token)
+
+    def draft(self, n_tokens: int) -> list[int]:
+        """At most ``n_tokens`` that may come next."""
+        for n in range(min(_LONGEST, len(self._tokens)), 0, -1):
+            begin = self._followers.get(tuple(self._tokens[-n:]))
+            if begin is not None:
+                return self._tokens[begin : begin + n_tokens]
+        return []
+
+    def expected(self, n_tokens: int) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right."""
+        return sum(self.chance**n for n in range(1, n_tokens + 1))
+
+    def _index(self, end: int) -> None:
+        """Note that the n-grams that end at ``end`` are followed by the token there."""
+        for n in range(1, min(_LONGEST, end) + 1):
+            self._followers[tuple(self._tokens[end - n : end])] = end
+
+
+class DraftLength:
+    """Chooses how many tokens the rows of a batch draft, by what passes took and by how often drafts were right.
+
+    A length whose passes were never measured is tried when drafts are likely to be right.
+    """
+
+    def __init__(self) -> None:
+        # By the number of rows as a power of two, and the drafted tokens: seconds of the newest passes.
+        self._seconds: dict[tuple[int, int], list[float]] = {}
+        # By the same: how many passes have run since the last one of this kind.
+        self._age: dict[tuple[int, int], int] = {}
+
+    def choose(self, n_rows: int, lookups: Sequence[Lookup]) -> int:
+        """How many tokens to draft in the next pass of these rows, of which some have lookups; 0: none."""
+        size = n_rows.bit_length()
+        plain = self._seconds.get((size, 0))
+        if plain is None:
+            return 0
+        best, best_gain = 0, _LEAST_GAIN
+        for n in LENGTHS:
+            tokens = 1 + sum(lookup.expected(n) for lookup in lookups) / n_rows
+            times = self._seconds.get((size, n))
+            # A length that was not measured lately is tried, as if its passes took no longer than those without drafts.
+            is_known = times is not None and self._age[size, n] <= _STALE
+            slower = median(times or plain) / median(plain) if is_known else 1.0
+            if tokens / slower > best_gain:
+                best, best_gain = n, tokens / slower
+        return best
+
+    def note(self, n_rows: int, n_drafted: int, seconds: float) -> None:
+        """A pass of ``n_rows`` rows that drafted so many tokens took so long."""
+        key = (n_rows.bit_length(), n_drafted)
+        self._age = {one: age + 1 for one, age in self._age.items()} | {key: 0}
+        self._seconds[key] = [*self._seconds.get(key, ()), seconds][-_KEPT_TIMES:]

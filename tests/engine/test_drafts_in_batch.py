@@ -1,0 +1,146 @@
+"""Drafts in the batch change no token, whatever is drafted and however tokens are chosen."""
+
+import random
+from dataclasses import replace
+from queue import SimpleQueue
+
+import pytest
+
+from mlx_serve.engine.backend import StepPlan
+from mlx_serve.engine.cache.kinds import Quantization
+from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.drafts import LENGTHS
+from mlx_serve.values import Job, Prompt, Sampling, Started
+from tests.engine.fuzz import LONGCAT
+from tests.engine.test_trial import LATENT
+from tests.engine.tinymodel import EOS, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+
+# Texts that repeat themselves, so that drafts are made, and of different lengths.
+PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 20, [5, 6, 5, 6, 5, 6], [*range(40, 60), 3, *range(40, 52)]]
+
+
+class Always:
+    """Drafts so many tokens whether it pays or not."""
+
+    def __init__(self, n=None, seed=0):
+        self._n, self._rng = n, random.Random(seed)
+
+    def choose(self, n_rows, lookups):
+        return self._rng.choice([0, *LENGTHS]) if self._n is None else self._n
+
+    def note(self, *_):
+        pass
+
+
+def drafting(backend, length):
+    backend._rows.draft_length = length
+    return backend
+
+
+def job(prompt, max_tokens=24, **sampling):
+    return Job("m", Prompt(tuple(prompt)), Sampling(max_tokens, **sampling), 0, SimpleQueue())
+
+
+def run(backend, jobs):
+    """What comes of jobs that are inserted in turn, with some steps between."""
+    events, waiting = {one: [] for one in jobs}, list(jobs)
+    while waiting or any(not seen or getattr(seen[-1], "finish", "end") is None for seen in events.values()):
+        if waiting:
+            backend.insert(waiting.pop(0))
+        for _ in range(3):
+            for one, event in backend.run_step(StepPlan(64)):
+                if not isinstance(event, Started):
+                    events[one].append(event)
+    return [[(event.token, event.finish, event.top_logprobs) for event in events[one]] for one in jobs]
+
+
+SAMPLINGS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0, "seed": 3},
+    "top-p": {"temperature": 0.8, "top_p": 0.9, "seed": 4},
+    "top-k and min-p": {"temperature": 1.2, "top_k": 20, "min_p": 0.02, "seed": 5},
+    "xtc": {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.05, "seed": 6},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    "penalties and a seed": {"temperature": 0.7, "seed": 8, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": ((5, 4.0), (9, 3.0))},
+    "min_tokens": {"min_tokens": 9, "logit_bias": ((EOS, 5.0),)},
+    "an early end": {"logit_bias": ((EOS, 3.0),)},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("length", [3, 7, None])
+def test_drafts_change_no_token(name, length):
+    model = tiny_llama()
+    jobs = [job(prompt, n, **SAMPLINGS[name]) for prompt, n in zip(PROMPTS * 2, [1, 2, 24, 40] * 2, strict=True)]
+    again = [replace_queue(one) for one in jobs]
+    want = run(BatchBackend(loaded(model), BatchOptions()), jobs)
+    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(length))
+    assert run(backend, again) == want
+    assert backend._rows.n_drafted > 10
+
+
+def replace_queue(one):
+    return Job(one.model, one.prompt, one.sampling, one.index, SimpleQueue())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [tiny_gemma, lambda: tiny(LATENT), lambda: tiny(LONGCAT), lambda: tiny_llama(head_dim=32)],
+    ids=["windows", "latent", "lists", "quantized"],
+)
+@pytest.mark.parametrize("alone", [False, True])
+def test_drafts_change_no_token_with_any_cache(make, alone, request):
+    model = make()
+    whole = loaded(model)
+    if "quantized" in request.node.name:
+        whole = replace(whole, quantization=Quantization(8, 32, start=0))
+    jobs = [job(prompt, 30) for prompt in PROMPTS]
+    want = run(BatchBackend(whole, BatchOptions()), jobs)
+    again = [replace_queue(one) for one in jobs]
+    if alone:
+        seen = []
+        for one in again:
+            backend = drafting(one_by_one(whole, BatchOptions(draft_ngram=True)), Always(3))
+            seen += run(backend, [one])
+    else:
+        backend = drafting(BatchBackend(whole, BatchOptions(draft_ngram=True)), Always(5))
+        seen = run(backend, again)
+    assert [[token for token, *_ in one] for one in seen] == [[token for token, *_ in one] for one in want]
+    if not alone:
+        assert backend._rows.n_accepted > 0
+
+
+def test_log_probabilities_of_drafted_tokens_are_theirs():
+    model = tiny_llama()
+    jobs = [job(PROMPTS[0], 20, top_logprobs=2), job(PROMPTS[1], 20, top_logprobs=2, temperature=1.0, seed=1)]
+    want = run(BatchBackend(loaded(model), BatchOptions()), jobs)
+    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(3))
+    got = run(backend, [replace_queue(one) for one in jobs])
+    for one, other in zip(got, want, strict=True):
+        for (token, _, top), (right, _, right_top) in zip(one, other, strict=True):
+            assert token == right
+            assert [n for n, _ in top] == [n for n, _ in right_top]
+            assert [p for _, p in top] == pytest.approx([p for _, p in right_top], abs=1e-3)
+
+
+def test_what_cannot_be_cut_back_drafts_nothing():
+    model = tiny_lfm2()
+    want = run(BatchBackend(loaded(model), BatchOptions()), jobs := [job(prompt) for prompt in PROMPTS])
+    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(3))
+    assert run(backend, [replace_queue(one) for one in jobs]) == want
+    assert backend._rows.n_drafted == 0
+
+
+def test_a_step_may_give_several_tokens_of_a_job():
+    """The model repeats its prompt where each token's likeliest follower is fixed by a bias to one token."""
+    backend = drafting(BatchBackend(loaded(tiny_llama()), BatchOptions(draft_ngram=True)), Always(7))
+    one = job([4] * 30, 20, logit_bias=((4, 100.0),))
+    backend.insert(one)
+    n_steps, tokens = 0, []
+    while len(tokens) < 20:
+        tokens += [event.token for _, event in backend.run_step(StepPlan(64)) if not isinstance(event, Started)]
+        n_steps += 1
+    assert tokens == [4] * 20
+    assert n_steps < 12
+    assert backend._rows.n_accepted >= 10
