@@ -26,11 +26,13 @@ class StepPlan:
     """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream.
 
     ``n_held``: once a prompt is done, the step runs at most so many tokens of others before it decodes; None: any.
+    ``n_overhead``: how many tokens take as long as a pass's overhead.
     """
 
     n_tokens: int
     decodes: bool = True
     n_held: int | None = None
+    n_overhead: int = 0
 
 
 class Backend(Protocol):

@@ -256,7 +256,7 @@ class Session:
         if rng.random() < 0.02:
             self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]))
         if self._running:
-            plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), decodes=rng.random() < 0.8)
+            plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), rng.random() < 0.8, n_overhead=rng.choice([0, 30]))
             for job, event in self._backend.run_step(plan):
                 self._note(job, event)
 

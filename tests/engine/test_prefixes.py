@@ -14,6 +14,7 @@ from mlx_serve.engine.cache.disk import FoundFile
 from mlx_serve.engine.cache.kinds import cut_back
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids, common
 from mlx_serve.engine.cache.size import measure
+from mlx_serve.engine.generate import batch
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
@@ -414,6 +415,45 @@ def test_streams_wait_for_scores_no_longer_than_for_prompts(model):
         seen.step(plan)
         n_plans += 1
     assert n_plans == 8
+
+
+def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model):
+    prompts = [list(range(start, start + n)) for start, n in ((1, 11), (20, 16), (40, 13), (70, 61))]
+    seen = Seen(batch_of(model))
+    jobs = [job(prompt, 6) for prompt in prompts]
+    for each in jobs:
+        seen.backend.insert(each)
+    # Three are alike in length; to pad them to the fourth would cost more than a pass.
+    seen.step(StepPlan(45, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == [10, 15, 12, 0]
+    assert set(seen.order) == set(jobs[:3])
+    while len(seen.tokens.get(jobs[3], [])) < 6:
+        seen.step(StepPlan(64))
+    assert [seen.tokens[each] for each in jobs] == [fresh(batch_of, model, prompt) for prompt in prompts]
+
+
+def test_prompts_that_do_not_run_side_by_side_run_alone(model, monkeypatch):
+    def refuse(*_):
+        raise ValueError("no")
+
+    monkeypatch.setattr(batch, "prefill_together", refuse)
+    seen = Seen(batch_of(model))
+    prompts = [list(range(1, 12)), list(range(20, 31))]
+    jobs = [job(prompt, 6) for prompt in prompts]
+    for each in jobs:
+        seen.backend.insert(each)
+    while len(seen.tokens) < 2 or min(map(len, seen.tokens.values())) < 6:
+        seen.step(StepPlan(64, n_overhead=20))
+    assert [seen.tokens[each] for each in jobs] == [fresh(batch_of, model, prompt) for prompt in prompts]
+
+
+def test_prompts_with_much_in_common_do_not_compute_it_side_by_side(model):
+    seen = Seen(batch_of(model))
+    jobs = [job([*SYSTEM, end, end + 1], 2) for end in (1, 5)]
+    for each in jobs:
+        seen.backend.insert(each)
+    seen.step(StepPlan(2048, n_overhead=1000))
+    assert seen.cached == {jobs[0]: 0, jobs[1]: len(SYSTEM)}
 
 
 def test_a_prompt_that_is_done_is_held_for_those_alone_that_are_done_soon(model):

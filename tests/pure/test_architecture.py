@@ -59,7 +59,8 @@ ORDER = {
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill logprobs drafts bank rows trial pooling reasoning grammars"
+    "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs drafts bank rows trial pooling"
+    " reasoning grammars"
     " constraints sampling token_choice scoring embedding sequence loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
@@ -77,6 +78,7 @@ ORDER = {
 MAY_IMPORT_MLX = {
     "engine/generate/batch.py",
     "engine/generate/prefill.py",
+    "engine/generate/side_by_side.py",
     "engine/generate/logprobs.py",
     "engine/generate/sampling.py",
     "engine/generate/token_choice.py",

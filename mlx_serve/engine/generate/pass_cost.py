@@ -40,6 +40,11 @@ class PassCost:
             return 0
         return max(0, int((seconds - self.overhead_s) / self.per_token_s))
 
+    @property
+    def overhead_tokens(self) -> int:
+        """How many tokens take as long as the overhead."""
+        return int(self.overhead_s / self.per_token_s) if self.per_token_s > 0 else 0
+
     def _fit(self) -> None:
         """Least squares, each size weighted so that an error counts as a part of its seconds."""
         points = [(n, s, 1 / max(s, 1e-9)) for n, s in self._sizes.values()]

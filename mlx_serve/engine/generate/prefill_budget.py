@@ -48,14 +48,14 @@ class PrefillBudget:
         """
         if not n_left:
             return StepPlan(self.tokens(gap_s))
-        slice_s, n_held = self._slice_s(gap_s), self._cost.tokens(_MOST_HELD_S)
+        slice_s, n_held, n_overhead = self._slice_s(gap_s), self._cost.tokens(_MOST_HELD_S), self._cost.overhead_tokens
         if not n_decoding:
-            return StepPlan(self._tokens(slice_s), n_held=n_held)
+            return StepPlan(self._tokens(slice_s), n_held=n_held, n_overhead=n_overhead)
         share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * len(n_left) / n_decoding), _MOST_SHARE)
         left_s = max(slice_s, share * self._decode_s) - self._since_s
         step_s = min(max(left_s, slice_s), max(slice_s, _STEP_S))
         n_tokens = self._tokens(step_s)
-        return StepPlan(n_tokens, left_s <= step_s or min(n_left) <= n_tokens, n_held)
+        return StepPlan(n_tokens, left_s <= step_s or min(n_left) <= n_tokens, n_held, n_overhead)
 
     def tokens(self, gap_s: float) -> int:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
