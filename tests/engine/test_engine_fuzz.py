@@ -14,7 +14,7 @@ def test_what_runs_beside_a_job_changes_none_of_its_tokens(kind):
     outcome = fuzz.Outcome()
     fuzz.run(kind, 1, outcome, n_requests=8)
     assert not outcome.faults, "\n".join(outcome.faults)
-    assert outcome.n_tokens > 20
+    assert outcome.n_tokens > 10
 
 
 def test_prefixes_are_shared_and_jobs_cancelled():

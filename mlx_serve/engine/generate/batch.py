@@ -22,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE, StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
+from mlx_serve.engine.cache.kinds import has_every_token
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
@@ -34,7 +35,7 @@ from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.rows import Rows
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import RunningSequence
-from mlx_serve.engine.generate.side_by_side import can_run, chosen, prefill_together
+from mlx_serve.engine.generate.side_by_side import chosen, prefill_together
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
@@ -86,7 +87,7 @@ class BatchBackend(LoadedBackend):
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
         self._budget = PrefillBudget(options.prefill_step_size)
-        self._runs_together = not loaded.alone and can_run(make_prompt_cache(loaded.model))
+        self._runs_together = not loaded.alone and has_every_token(make_prompt_cache(loaded.model))
 
     @property
     def n_decoding(self) -> int:

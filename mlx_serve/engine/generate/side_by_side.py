@@ -11,9 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import KVCache
 
-from mlx_serve.engine.cache.kinds import leaves
 from mlx_serve.engine.cache.rows import BatchCache
 
 
@@ -31,11 +29,6 @@ def chosen(lengths: Sequence[int], n_overhead: float, n_tokens: int) -> list[int
         if padded <= n_tokens and n > 1 and padded - total < (n - 1) * n_overhead:
             best = order[:n]
     return best
-
-
-def can_run(cache: Sequence[Any]) -> bool:
-    """Whether prompts with such caches can run side by side: nothing but keys and values of every token."""
-    return all(type(layer) is KVCache for layer in leaves(cache))
 
 
 def prefill_together(model: Any, caches: Sequence[list[Any]], prompts: Sequence[Sequence[int]]) -> list[list[Any]]:
