@@ -5,9 +5,10 @@ import random
 
 import mlx.core as mx
 import pytest
-from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_serve.engine.cache.kinds import Quantization, is_quantized
 from mlx_serve.engine.cache.rows import MAX_PASS, BatchCache, bank_of, can_join, rows_bytes
 from mlx_serve.engine.cache.size import KvSize
 from mlx_serve.engine.generate.bank import Row
@@ -251,3 +252,19 @@ def test_rows_move_to_the_bank_of_their_length(monkeypatch):
         assert cache[0].offset == len(row.tokens)
         assert token == mx.argmax(model(mx.array(row.tokens)[None])[0, -1])
     assert not len(rows)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_sequence_is_quantized_once_it_is_long_enough(alone):
+    model, quantization, prompt = tiny_llama(head_dim=32), Quantization(4, 32, start=20), [*range(50, 66)]
+    options = quantization.for_mlx_lm()
+    want = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20, **options)]
+    # Four bits are felt, or nothing would be shown here.
+    assert want != [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20)]
+    rows = Rows(model, alone=alone, quantization=quantization)
+    row = Row(prompt[:-1], prompt[-1])
+    rows.join(row, cache_of("plain", model, prompt[:-1]))
+    tokens = [token for _ in range(21) for _, token in rows.step()]
+    assert tokens == want
+    cache, _ = rows.leave(row)
+    assert all(map(is_quantized, cache))

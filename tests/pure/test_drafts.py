@@ -86,7 +86,7 @@ def test_rows_without_a_lookup_count():
 
 
 def test_lengths_are_measured_where_drafts_are_right_and_again_later():
-    length, good, bad = DraftLength(), [lookup(0.9)], [lookup(0.02)]
+    length, good, bad = DraftLength(), [lookup(0.9)], [lookup(0.2)]
     assert length.choose(1, good) == 0
     length.note(1, 0, 1.0)
     assert length.choose(1, bad) == 0

@@ -19,6 +19,8 @@ LENGTHS = (1, 3, 7)
 _WEIGHT = 0.1
 # Drafting must promise so much more than a pass without drafts.
 _LEAST_GAIN = 1.05
+# The same for a length whose passes are not measured: the trial costs time where they turn out to be slow.
+_WORTH_A_TRIAL = 1.4
 # The newest passes of a length whose times are kept.
 _KEPT_TIMES = 5
 # A length whose passes were too slow is measured again after so many passes.
@@ -81,14 +83,14 @@ class DraftLength:
         plain = self._seconds.get((size, 0))
         if plain is None:
             return 0
-        best, best_gain = 0, _LEAST_GAIN
+        best, best_gain = 0, 1.0
         for n in LENGTHS:
             tokens = 1 + sum(lookup.expected(n) for lookup in lookups) / n_rows
             times = self._seconds.get((size, n))
             # A length that was not measured lately is tried, as if its passes took no longer than those without drafts.
             is_known = times is not None and self._age[size, n] <= _STALE
             slower = median(times or plain) / median(plain) if is_known else 1.0
-            if tokens / slower > best_gain:
+            if tokens / slower > max(best_gain, _LEAST_GAIN if is_known else _WORTH_A_TRIAL):
                 best, best_gain = n, tokens / slower
         return best
 
