@@ -254,7 +254,8 @@ class Session:
             jobs = {*self._running, *self._paused}
             self._cancel(rng.sample(sorted(jobs, key=list(self.results).index), 1))
         if rng.random() < 0.02:
-            self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]))
+            self._backend.pin(self._waiting)
+            self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]), pinned=rng.random() < 0.5)
         if self._running:
             plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), rng.random() < 0.8, n_overhead=rng.choice([0, 30]))
             for job, event in self._backend.run_step(plan):

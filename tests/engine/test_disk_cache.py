@@ -338,7 +338,7 @@ def test_a_file_that_goes_between_search_and_read_is_not_replaced_by_another(ope
 
     tier.find = find_and_lose
     prompt = as_ids([*best, 5])
-    assert cache.covers(prompt) == 300
+    assert cache.covers(cache.place(prompt)) == 300
     assert cache.fetch(prompt) == (None, 0, [])
     tier.find = find
     assert cache.fetch(prompt)[1] == 200
@@ -364,7 +364,7 @@ def test_files_of_one_scope_are_not_found_under_another(open_disk):
     assert disk.counts()["files"] == 2
     cache = PrefixCache(10, None, tier=disk.tier("m"))
     prompt = as_ids([*tokens, 5])
-    assert [cache.covers(prompt, scope) for scope in ("", "a", "b", "c")] == [0, 200, 200, 0]
+    assert [cache.covers(cache.place(prompt, scope)) for scope in ("", "a", "b", "c")] == [0, 200, 200, 0]
     assert [cache.fetch(prompt, scope)[1] for scope in ("", "c")] == [0, 0]
     for scope in ("a", "b"):
         (back,), n, _ = cache.fetch(prompt, scope)

@@ -529,6 +529,13 @@ def layer():
     return lambda n_bytes=10, trims=True: [Layer(n_bytes, trims)]
 
 
+def covers(cache, prompt, scope=""):
+    place = cache.place(prompt, scope)
+    n = cache.covers(place)
+    cache.leave(place)
+    return n
+
+
 def ids(*parts):
     return as_ids([token for part in parts for token in part])
 
@@ -542,7 +549,7 @@ def test_what_was_used_last_goes_last(layer):
     cache.store(ids(B), layer())
     assert cache.fetch(ids(A, [9]))[1] == 20
     cache.store(ids(C), layer())
-    assert [cache.covers(ids(one, [9])) for one in (A, B, C)] == [20, 0, 20]
+    assert [covers(cache, ids(one, [9])) for one in (A, B, C)] == [20, 0, 20]
     assert (len(cache), cache.n_bytes, cache.n_evicted) == (2, 20, 1)
 
 
@@ -568,7 +575,7 @@ def test_a_longer_sequence_takes_the_place_of_its_prefix_where_caches_can_be_cut
     whole.store(ids(A), layer(trims=False))
     whole.store(ids(A, B), layer(trims=False))
     assert len(whole) == 2
-    assert [whole.covers(ids(A, C)), whole.covers(ids(A, B, C)), whole.covers(ids(A))] == [20, 40, 0]
+    assert [covers(whole, ids(A, C)), covers(whole, ids(A, B, C)), covers(whole, ids(A))] == [20, 40, 0]
 
 
 def test_what_is_pinned_is_evicted_last_and_the_latest_pin_first(layer):
@@ -592,16 +599,16 @@ def test_what_is_pinned_stays_unless_it_is_asked_for(layer):
     cache.store(ids(B), layer())
     cache.pin("owner", ids(A, [9]))
     cache.shrink(0, pinned=False)
-    assert cache.covers(ids(A, [9])) == 20
+    assert covers(cache, ids(A, [9])) == 20
     # A pin goes on to the sequence that takes the place of the pinned one.
     cache.store(ids(A, B), layer())
     cache.store(ids(C), layer())
     cache.shrink(10, pinned=False)
-    assert [cache.covers(ids(one, [9])) for one in (A, C)] == [20, 0]
+    assert [covers(cache, ids(one, [9])) for one in (A, C)] == [20, 0]
     # The number of sequences is bounded without regard to pins.
     cache.store(ids(B), layer())
     cache.store(ids(C), layer())
-    assert cache.covers(ids(A, [9])) == 0
+    assert covers(cache, ids(A, [9])) == 0
 
 
 def test_what_is_claimed_is_not_counted_and_goes_to_its_owner(layer):
@@ -613,11 +620,11 @@ def test_what_is_claimed_is_not_counted_and_goes_to_its_owner(layer):
     cache.shrink(0)
     # Others can still copy it, but have no claim of their own.
     cache.claim("other", ids(A, C))
-    assert cache.covers(ids(A, C)) == 20
+    assert covers(cache, ids(A, C)) == 20
     copied, *_ = cache.fetch(ids(A, C), "", "other")
     assert copied is not kept
     assert cache.fetch(ids(A, B), "", "owner") == (kept, 20, [])
-    assert cache.covers(ids(A, C)) == 0
+    assert covers(cache, ids(A, C)) == 0
     assert not cache._pins | cache._claims
 
 
@@ -627,13 +634,13 @@ def test_a_claim_that_is_given_up_is_kept_again(layer):
     cache.claim("owner", ids(A, B))
     cache.store(ids(C), layer())
     cache.unpin("owner")
-    assert (len(cache), cache.n_bytes, cache.covers(ids(A, B)), cache.covers(ids(C, B))) == (1, 10, 20, 0)
+    assert (len(cache), cache.n_bytes, covers(cache, ids(A, B)), covers(cache, ids(C, B))) == (1, 10, 20, 0)
     cache.claim("owner", ids(A, B))
-    cache.unpin_all()
+    cache.forget_jobs()
     assert len(cache) == 1
     cache.claim("owner", ids(A, B))
     cache.clear()
-    assert cache.covers(ids(A, B)) == 0
+    assert covers(cache, ids(A, B)) == 0
 
 
 def test_what_cannot_be_cut_back_goes_to_its_owner_with_its_checkpoints(layer):
@@ -643,7 +650,7 @@ def test_what_cannot_be_cut_back_goes_to_its_owner_with_its_checkpoints(layer):
     assert cache.n_bytes == 12
     cache.claim("owner", ids(A * 10, B, C))
     assert cache.n_bytes == 0
-    assert [cache.covers(ids(A * n, C)) for n in (1, 3, 10)] == [0, 40, 200]
+    assert [covers(cache, ids(A * n, C)) for n in (1, 3, 10)] == [0, 40, 200]
     assert cache.fetch(ids(A * 10, B, C), "", "owner") == (kept, 220, checkpoints)
     assert len(cache) == 0
 
@@ -660,7 +667,7 @@ def test_of_what_cannot_be_cut_back_a_copy_is_made_at_a_checkpoint(layer):
     assert len(cache) == 2
     cache.store(ids(A * 10, B * 9, D), layer(trims=False), checkpoints=[*checkpoints, Checkpoint(370, (), 1)])
     assert len(cache) == 2
-    assert [cache.covers(ids(A * 10, B * 9, end, [9])) for end in (C * 4, D, [9])] == [460, 400, 370]
+    assert [covers(cache, ids(A * 10, B * 9, end, [9])) for end in (C * 4, D, [9])] == [460, 400, 370]
 
 
 ANSWER = [*range(100, 140)]
@@ -707,7 +714,7 @@ def test_another_rank_evicts_the_same_by_number(layer):
             cache.store(ids(one), layer())
     caches[0].pin("owner", ids(A, [9]))
     caches[1].evict(caches[0].shrink(15))
-    assert [[cache.covers(ids(one, [9])) for one in (A, B, C)] for cache in caches] == [[20, 0, 0]] * 2
+    assert [[covers(cache, ids(one, [9])) for one in (A, B, C)] for cache in caches] == [[20, 0, 0]] * 2
     caches[1].clear()
     assert (len(caches[1]), caches[1].n_bytes) == (0, 0)
 
@@ -735,7 +742,7 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
     tier = Disk([*A * 10, *B], layer())
     cache = PrefixCache(10, None, tier=tier)
     prompt = ids(A * 10, C)
-    assert cache.covers(prompt) == 200
+    assert covers(cache, prompt) == 200
     _, n, _ = cache.fetch(prompt)
     assert n == 200
     assert tier.cache[0].n_trimmed == 20
@@ -748,7 +755,7 @@ def test_what_is_on_disk_is_read_when_it_gives_more(layer):
 def test_of_a_prompt_that_is_on_disk_all_but_a_token_is_read(layer):
     cache = PrefixCache(10, None, tier=Disk([*A * 10], layer()))
     prompt = ids(A * 10)
-    assert cache.covers(prompt) == 199
+    assert covers(cache, prompt) == 199
     assert cache.fetch(prompt)[1] == 199
 
 
@@ -969,7 +976,7 @@ def test_a_sequence_makes_none_of_another_scope_superfluous(layer):
     cache = PrefixCache(10, None)
     cache.store(ids(A), layer(), "a")
     cache.store(ids(A, B), layer(), "b")
-    assert [cache.covers(ids(A, B, C), scope) for scope in ("a", "b", "c", "")] == [20, 40, 0, 0]
+    assert [covers(cache, ids(A, B, C), scope) for scope in ("a", "b", "c", "")] == [20, 40, 0, 0]
     assert [cache.shared(ids(A, C), scope) for scope in ("a", "b", "c")] == [20, 20, 0]
     assert cache.fetch(ids(A, B, C), "c") == (None, 0, [])
     assert cache.fetch(ids(A, B, C), "b")[1] == 40

@@ -7,11 +7,6 @@ _GREEDY = "if sampling.temperature < _GREEDY_BELOW or sampling.top_p < _GREEDY_T
 _AT_THE_BOUND = "At the bound itself the filters leave the likeliest token too."
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {
-    (
-        _PREFIXES,
-        "return max((common(entry.ids, ids) for entry in self._of(scope)), default=0)",
-        "common(entry.ids, ids) -> common(ids, entry.ids)",
-    ): "It is symmetric.",
     (_PREFIXES, "MIN_TOKENS = 16", "16 -> 17"): _THRESHOLD,
     (_PREFIXES, "_MIN_FROM_DISK = 128", "128 -> 129"): _THRESHOLD,
     (_SAMPLING, _GREEDY, "sampling.top_p < _GREEDY_TOP_P -> sampling.top_p <= _GREEDY_TOP_P"): _AT_THE_BOUND,

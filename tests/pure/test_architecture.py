@@ -58,10 +58,9 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds checkpoints size rows lone file state index store disk prefixes",
+    "engine/cache": "kinds checkpoints size rows lone file state index store disk prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs drafts bank rows trial pooling"
-    " reasoning grammars"
-    " constraints sampling token_choice scoring embedding sequence loaded batch single",
+    " reasoning grammars constraints sampling token_choice scoring embedding sequence sharing loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"

@@ -9,20 +9,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from mlx_serve.engine.cache.checkpoints import MIN_APART, Checkpoint, cut, reach_of, up_to
 from mlx_serve.engine.cache.disk import DiskTier, FoundFile
 from mlx_serve.engine.cache.kinds import can_trim, holds, packed, take_back, unpacked
+from mlx_serve.engine.cache.prefix_tree import (
+    Ids,
+    Node,
+    Path,
+    PrefixTree,
+    as_ids,
+    best_member,
+    common,
+    members_in_common,
+    shared_tokens,
+)
+
+__all__ = ["Ids", "PrefixCache", "PromptPlace", "as_ids", "common", "is_whole"]
 
 log = logging.getLogger(__name__)
-
-Ids: TypeAlias = NDArray[np.int64]
 
 # Prefilling fewer tokens than this takes no longer than copying them.
 MIN_TOKENS = 16
@@ -49,6 +58,7 @@ class _KeptPrefix:
     n_prompt: int
     number: int
     checkpoints: Sequence[Checkpoint]
+    node: Node[_KeptPrefix] = field(init=False)
     trims: bool = field(init=False)
     n_bytes: int = field(init=False)
 
@@ -78,16 +88,19 @@ class _KeptPrefix:
         return n_rest <= n_common // 4 or _occurs(self.ids[-_ANSWER_END - 1 : -1], ids[n_common : n_common + n_rest])
 
 
-def as_ids(tokens: Sequence[int]) -> Ids:
-    """Token ids as an array that ``common`` compares."""
-    return np.asarray(tokens, dtype=np.int64)
+@dataclass(slots=True, eq=False)
+class PromptPlace:
+    """A prompt's place among the kept sequences, by which it is looked up again in microseconds."""
 
+    ids: Ids
+    scope: str
+    node: Node[_KeptPrefix]
+    # How many leading tokens the best file covered when it was first asked for.
+    n_on_disk: int | None = None
 
-def common(a: Ids, b: Ids) -> int:
-    """How many leading tokens are the same."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if differ.any() else n
+    def common(self, other: PromptPlace) -> int:
+        """How many leading tokens two prompts have in common; 0 if they are of different scopes."""
+        return self.node.common(other.node)
 
 
 def _occurs(part: Ids, ids: Ids) -> bool:
@@ -123,6 +136,9 @@ class PrefixCache:
         self._tier = tier
         # The least recently used first.
         self._entries: dict[_KeptPrefix, None] = {}
+        self._tree: PrefixTree[_KeptPrefix] = PrefixTree()
+        # Of those that have pinned or claimed something, or tried to.
+        self._places: dict[Hashable, PromptPlace] = {}
         # What each owner will use, in the order of pinning.
         self._pins: dict[Hashable, _KeptPrefix] = {}
         # What each owner will take over. Others may still copy it.
@@ -136,17 +152,26 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def place(self, ids: Ids, scope: str = "") -> PromptPlace:
+        """Give a prompt that will be looked up several times its place. ``leave`` gives it back."""
+        return PromptPlace(ids, scope, self._tree.place(ids, scope))
+
+    def leave(self, place: PromptPlace) -> None:
+        """Give back a place."""
+        self._tree.leave(place.node)
+
     def shared(self, ids: Ids, scope: str = "") -> int:
         """The longest common prefix of a prompt with any kept sequence, whether or not it can be reused."""
-        return max((common(entry.ids, ids) for entry in self._of(scope)), default=0)
+        return shared_tokens(self._tree.walk(ids, scope))
 
-    def covers(self, ids: Ids, scope: str = "") -> int:
+    def covers(self, place: PromptPlace) -> int:
         """How many leading tokens ``fetch`` would cover. Never the whole prompt: mlx-lm needs one token."""
-        n = self._best(ids, scope)[1]
+        n = self._best(place.node.path(), len(place.ids))[1]
         if self._tier is None:
             return n
-        n_on_disk = self._tier.covers(ids[:-1].tolist(), scope, trimmable=self._trimmable)
-        return n_on_disk if _is_worth_reading(n_on_disk, n) else n
+        if place.n_on_disk is None:
+            place.n_on_disk = self._tier.covers(place.ids[:-1].tolist(), place.scope, trimmable=self._trimmable)
+        return place.n_on_disk if _is_worth_reading(place.n_on_disk, n) else n
 
     def fetch(
         self, ids: Ids, scope: str = "", owner: Hashable = None
@@ -155,10 +180,10 @@ class PrefixCache:
 
         An owner gets the cache itself if it can claim it, else a copy; without an owner it is a copy.
         """
-        entry, n = self._best(ids, scope)
+        entry, n = self._best(self._tree.walk(ids, scope), len(ids))
         if (found := self._on_disk(ids, scope, n)) is not None:
             self._read(ids, scope, found)
-            entry, n = self._best(ids, scope)
+            entry, n = self._best(self._tree.walk(ids, scope), len(ids))
         is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids)
         if entry is not None and is_own:
             self._drop(entry)
@@ -204,8 +229,13 @@ class PrefixCache:
 
     def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
         """Evict the cache that ``fetch`` would use for this prompt after all others. It replaces the owner's pin."""
-        self.unpin(owner)
-        entry, _ = self._best(ids, scope)
+        known = self._places.get(owner)
+        place = known if known is not None and known.ids is ids else self.place(ids, scope)
+        if place is not known:
+            self.unpin(owner)
+            self._places[owner] = place
+        self._let_go(owner)
+        entry, _ = self._best(place.node.path(), len(ids))
         if entry is not None:
             self._pins[owner] = entry
 
@@ -215,21 +245,25 @@ class PrefixCache:
         It can if no other job has claimed it, and if the job leaves nothing of it that is worth a copy.
         """
         self.pin(owner, ids, scope)
-        entry, _ = self._best(ids, scope)
+        entry, _ = self._best(self._places[owner].node.path(), len(ids))
         if entry is not None and self._may_claim(owner, entry, ids):
-            self._drop(entry)
+            self._uncount(entry)
+            self._pins = {other: pinned for other, pinned in self._pins.items() if pinned is not entry}
             self._claims[owner] = entry
 
     def unpin(self, owner: Hashable) -> None:
         """Give up the owner's pin or claim, if it has one."""
-        self._pins.pop(owner, None)
-        if (entry := self._claims.pop(owner, None)) is not None:
-            self._keep(entry)
+        self._let_go(owner)
+        if (place := self._places.pop(owner, None)) is not None:
+            self.leave(place)
 
-    def unpin_all(self) -> None:
-        """Give up all pins and claims: their owners are gone."""
-        for owner in [*self._pins, *self._claims]:
+    def forget_jobs(self) -> None:
+        """Give up all places, pins and claims: the jobs are gone, and their backend."""
+        for owner in list(self._places):
             self.unpin(owner)
+        self._tree = PrefixTree()
+        for entry in self._entries:
+            self._put_into_tree(entry)
 
     def shrink(self, max_bytes: int, *, pinned: bool = True) -> list[int]:
         """Evict caches until the rest takes at most ``max_bytes``. Returns their numbers, for ``evict``.
@@ -255,7 +289,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Evict all caches, those that are claimed too."""
-        self.unpin_all()
+        self.forget_jobs()
         self.keep(0)
 
     def keep(self, n_sequences: int) -> None:
@@ -263,17 +297,15 @@ class PrefixCache:
         while len(self._entries) > n_sequences:
             self._evict(next(iter(self._entries)))
 
-    def _best(self, ids: Ids, scope: str) -> tuple[_KeptPrefix | None, int]:
-        most = len(ids) - 1
-        best, best_n = None, MIN_TOKENS - 1
-        for entry in reversed(self._of(scope)):
-            n = entry.reach(min(common(entry.ids, ids), most))
-            if n > best_n:
-                best, best_n = entry, n
-        return (best, best_n) if best is not None else (None, 0)
+    def _best(self, path: Path[_KeptPrefix], n_tokens: int) -> tuple[_KeptPrefix | None, int]:
+        """The kept sequence that covers most of a prompt of ``n_tokens`` with this path."""
+        best = best_member(path, n_tokens - 1)
+        return best if best is not None and best[1] >= MIN_TOKENS else (None, 0)
 
-    def _of(self, scope: str) -> list[_KeptPrefix]:
-        return [entry for entry in (*self._claims.values(), *self._entries) if entry.scope == scope]
+    def _let_go(self, owner: Hashable) -> None:
+        self._pins.pop(owner, None)
+        if (entry := self._claims.pop(owner, None)) is not None:
+            self._keep(entry)
 
     def _may_claim(self, owner: Hashable, entry: _KeptPrefix, ids: Ids) -> bool:
         others = (claimed for other, claimed in self._claims.items() if other != owner)
@@ -293,28 +325,30 @@ class PrefixCache:
         """Add a cache. False when another entry already covers it."""
         n_prompt = len(ids) if n_prompt is None else n_prompt
         entry = _KeptPrefix(ids, scope, cache, n_prompt, self._n_added, checkpoints)
-        replaced = []
-        for other in self._of(scope):
-            n = common(other.ids, ids)
+        others = members_in_common(self._tree.walk(ids, scope))
+        for other, n in others.items():
             covers = n == len(ids) == other.reach(n) and (other.checkpoints or not entry.checkpoints)
             if covers and (self._bits is None or not as_it_is):
                 self._touch(other)
                 return False
-            # What a job has claimed takes no memory of its own.
-            is_covered = other in self._entries and entry.reach(n) > max(0, other.reach(n) - MIN_APART)
-            if is_covered and (n == len(other.ids) or other.is_replaced_by(ids, n)):
-                replaced.append(other)
         self._n_added += 1
-        for former in replaced:
-            self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is former})
-            self._drop(former)
+        self._put_into_tree(entry)
+        self.version += 1
+        for other, n in others.items():
+            # What a job has claimed takes no memory of its own.
+            if n >= MIN_TOKENS and other in self._entries and _makes_useless(entry, other, n):
+                self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is other})
+                self._drop(other)
         self._keep(entry)
         return True
+
+    def _put_into_tree(self, entry: _KeptPrefix) -> None:
+        entry.node = self._tree.place(entry.ids, entry.scope)
+        entry.node.add(entry)
 
     def _keep(self, entry: _KeptPrefix) -> None:
         self._entries[entry] = None
         self.n_bytes += entry.n_bytes
-        self.version += 1
         self.keep(self._max_sequences)
         if self._max_bytes is not None:
             self.shrink(self._max_bytes)
@@ -322,6 +356,8 @@ class PrefixCache:
     def _touch(self, entry: _KeptPrefix) -> None:
         if entry in self._entries:
             self._entries[entry] = self._entries.pop(entry)
+        entry.node.remove(entry)
+        entry.node.add(entry)
 
     def _evict(self, entry: _KeptPrefix) -> None:
         self._drop(entry)
@@ -329,12 +365,17 @@ class PrefixCache:
 
     def _drop(self, entry: _KeptPrefix) -> None:
         if entry in self._entries:
-            del self._entries[entry]
-            self.n_bytes -= entry.n_bytes
+            self._uncount(entry)
         for owners in (self._pins, self._claims):
             for owner in [owner for owner, held in owners.items() if held is entry]:
                 del owners[owner]
+        entry.node.remove(entry)
+        self._tree.leave(entry.node)
         self.version += 1
+
+    def _uncount(self, entry: _KeptPrefix) -> None:
+        del self._entries[entry]
+        self.n_bytes -= entry.n_bytes
 
     def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> FoundFile | None:
         """The best file, if it covers enough more tokens than memory to be worth reading."""
@@ -353,6 +394,12 @@ class PrefixCache:
         if n_held > n:
             take_back(cache, n_held - n)
         self._add(ids[:n], scope, cache)
+
+
+def _makes_useless(entry: _KeptPrefix, other: _KeptPrefix, n_common: int) -> bool:
+    if n_common < len(other.ids) and not other.is_replaced_by(entry.ids, n_common):
+        return False
+    return entry.reach(n_common) > max(0, other.reach(n_common) - MIN_APART)
 
 
 def _is_worth_reading(n_on_disk: int, n_in_memory: int) -> bool:

@@ -34,15 +34,14 @@ from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.rows import Rows
 from mlx_serve.engine.generate.scoring import Scoring
-from mlx_serve.engine.generate.sequence import RunningSequence
+from mlx_serve.engine.generate.sequence import Reusable, RunningSequence
+from mlx_serve.engine.generate.sharing import MIN_SHARED, Sharing
 from mlx_serve.engine.generate.side_by_side import chosen, prefill_together
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
 
 log = logging.getLogger(__name__)
 
-# A prompt waits for another prompt's prefill only if it gains so many tokens over what it can reuse now.
-_MIN_SHARED = 32
 # A step may exceed its size by so many tokens to finish a prompt. The rest would need another pass through the model.
 _STRETCH = 1.25
 
@@ -83,11 +82,14 @@ class BatchBackend(LoadedBackend):
         self._decoding: dict[Row, RunningSequence] = {}
         self._rows = Rows(loaded.model, alone=bool(loaded.alone), quantization=loaded.quantization)
         self._paused: dict[Job, RunningSequence] = {}
+        self._sharing = Sharing(loaded.prefix_cache, shares=loaded.shares, trimmable=loaded.trimmable)
         self._scoring: list[Scoring] = []
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
         self._budget = PrefillBudget(options.prefill_step_size)
-        self._runs_together = not loaded.alone and has_every_token(make_prompt_cache(loaded.model))
+        self._runs_together = not (loaded.alone or loaded.quantization) and has_every_token(
+            make_prompt_cache(loaded.model)
+        )
 
     @property
     def n_decoding(self) -> int:
@@ -127,6 +129,7 @@ class BatchBackend(LoadedBackend):
             self._scoring.append(Scoring(sequence.choice, self._loaded.model))
         else:
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
+            self._place(sequence)
             self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
@@ -168,11 +171,10 @@ class BatchBackend(LoadedBackend):
         for waiting in (self._prompts, self._prefilled):
             for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
                 waiting.remove(sequence)
-                self._loaded.prefix_cache.unpin(sequence.choice.job)
-                if sequence.cache is not None:
-                    self._store(sequence, sequence.ids[: sequence.n_done], sequence.cache, is_pause=is_pause)
-                # Waiting prompts keep a reference to this sequence until they start.
-                sequence.cache = None
+                cache = sequence.cache
+                self._leave(sequence)
+                if cache is not None:
+                    self._store(sequence, sequence.ids[: sequence.n_done], cache, is_pause=is_pause)
         rows = [row for row, sequence in self._decoding.items() if sequence.choice.job in jobs]
         return {row: self._end(row, is_pause=is_pause) for row in rows}
 
@@ -233,7 +235,7 @@ class BatchBackend(LoadedBackend):
         fresh: list[RunningSequence] = []
         for prompt in self._ready():
             # Prompts that have much in common compute it once, one after the other.
-            apart = all(prompt.common(other) < _MIN_SHARED for other in fresh)
+            apart = all(prompt.common(other) < MIN_SHARED for other in fresh)
             if prompt.cache is None and not prompt.n_done and prompt.n_left > 0 and apart:
                 fresh.append(prompt)
         prompts = [fresh[i] for i in chosen([prompt.n_left for prompt in fresh], n_overhead, n_tokens)]
@@ -262,38 +264,10 @@ class BatchBackend(LoadedBackend):
     def _ready(self) -> list[RunningSequence]:
         """The prompts that can advance: those that have begun, and those that gain nothing by waiting."""
         begun = [prompt for prompt in self._prompts if prompt.cache is not None]
-        may_begin = len(begun) < self._max_prefilling
-        return [p for p in self._prompts if p.cache is not None or (may_begin and not self._waits(p, begun))]
-
-    def _waits(self, prompt: RunningSequence, begun: Sequence[RunningSequence]) -> bool:
-        """Whether a prompt should wait for another one. Also records what it could reuse now."""
-        trimmable = self._loaded.trimmable
-        prompt.donor, prompt.n_done = self._best_source(prompt, [*begun, *self._prefilled, *self._decoding.values()])
-        if not self._loaded.shares:
-            return False
-        to_come = 0
-        for other in begun:
-            n = prompt.common(other)
-            if not trimmable and n >= prompt.n_done + _MIN_SHARED:
-                other.trail.want(other.n_done, n)
-            to_come = max(to_come, other.will_give(n, trimmable=trimmable))
-        return to_come >= prompt.n_done + _MIN_SHARED
-
-    def _best_source(
-        self, prompt: RunningSequence, donors: Sequence[RunningSequence]
-    ) -> tuple[RunningSequence | None, int]:
-        """The source of a prompt's longest reusable prefix: a running sequence, or None for the kept prefixes."""
-        cache = self._loaded.prefix_cache
-        if prompt.cache_version != cache.version:
-            prompt.cache_version, prompt.n_kept = cache.version, cache.covers(prompt.ids, prompt.scope)
-        best: RunningSequence | None = None
-        best_n = prompt.n_kept
-        if self._loaded.shares:
-            for donor in donors:
-                n = donor.gives(prompt.common(donor), trimmable=self._loaded.trimmable)
-                if n >= best_n + _MIN_SHARED:
-                    best, best_n = donor, n
-        return best, best_n
+        if len(begun) >= self._max_prefilling:
+            return begun
+        self._sharing.update(begun, [*self._prefilled, *self._decoding.values()])
+        return [p for p in self._prompts if p.cache is not None or not self._sharing.waits(p)]
 
     def _feed(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Run up to ``n_tokens`` of a prompt and return how many ran. A failure removes this prompt alone."""
@@ -302,8 +276,7 @@ class BatchBackend(LoadedBackend):
         if not isinstance(n_fed, Failed):
             return n_fed
         self._prompts.remove(prompt)
-        self._loaded.prefix_cache.unpin(job)
-        prompt.cache = None
+        self._leave(prompt)
         events.append((job, n_fed))
         return 0
 
@@ -345,10 +318,9 @@ class BatchBackend(LoadedBackend):
             cache = make_prompt_cache(self._loaded.model)
         prompt.cache = cache
         self._loaded.prefix_cache.unpin(prompt.choice.job)
-        # Drop the reference to the donor, so that an ended sequence is freed.
-        prompt.donor = None
-        prompt.in_common.clear()
-        waiting = [other.ids for other in self._prompts if other.cache is None and other.scope == prompt.scope]
+        # Drop the references to others, so that ended sequences are freed.
+        prompt.donor, prompt.found = None, Reusable()
+        waiting = [prompt.common(other) for other in self._prompts if other.cache is None]
         self.plan_stops(prompt.trail, prompt.ids, prompt.scope, prompt.n_done, cache, waiting)
         return cache
 
@@ -405,6 +377,7 @@ class BatchBackend(LoadedBackend):
     def _end(self, row: Row, *, is_pause: bool = False) -> int:
         """Take a sequence out of the batch, and keep its cache as a prefix. Returns the token that it drew last."""
         sequence = self._decoding.pop(row)
+        self._leave(sequence)
         cache, drawn = self._rows.leave(row)
         self._store(sequence, as_ids(row.tokens), cache, is_pause=is_pause)
         return drawn
@@ -425,7 +398,9 @@ class BatchBackend(LoadedBackend):
         self._scoring.pop(0)
         if job.sampling.max_tokens:
             ids = as_ids(job.prompt.tokens)
-            self._prefilled.append(RunningSequence(scoring.choice, ids, scoring.cache, len(ids) - 1, has_started=True))
+            sequence = RunningSequence(scoring.choice, ids, scoring.cache, len(ids) - 1, has_started=True)
+            self._place(sequence)
+            self._prefilled.append(sequence)
         return [(job, Started(job.index, 0)), (job, scoring.event())]
 
     def _embed(self, n_tokens: int) -> list[tuple[Job, Event]]:
@@ -457,6 +432,16 @@ class BatchBackend(LoadedBackend):
         if is_last(event):
             self._end(row)
         return choice.job, event
+
+    def _place(self, sequence: RunningSequence) -> None:
+        sequence.place = self._loaded.prefix_cache.place(sequence.ids, sequence.scope)
+
+    def _leave(self, sequence: RunningSequence) -> None:
+        """A sequence leaves the batch. Waiting prompts may keep a reference to it until their next look-up."""
+        sequence.cache = None
+        self._loaded.prefix_cache.unpin(sequence.choice.job)
+        assert sequence.place is not None
+        self._loaded.prefix_cache.leave(sequence.place)
 
     def _store(self, sequence: RunningSequence, ids: Ids, cache: list[Any], *, is_pause: bool) -> None:
         """Keep the cache of a prompt and its answer so far."""

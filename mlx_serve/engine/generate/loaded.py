@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
 from mlx_serve.engine.cache.checkpoints import Trail, borders
-from mlx_serve.engine.cache.prefixes import Ids, as_ids, common
+from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -29,7 +29,7 @@ class LoadedBackend(Backend):
         # The jobs in line that have pinned prefixes, with their prompts as arrays.
         self._in_line: dict[Job, Ids] = {}
         # Those of a former backend, which failed.
-        loaded.prefix_cache.unpin_all()
+        loaded.prefix_cache.forget_jobs()
 
     @property
     def alone(self) -> str:
@@ -56,13 +56,14 @@ class LoadedBackend(Backend):
         return 0
 
     def pin(self, jobs: Sequence[Job]) -> None:
-        known, self._in_line = self._in_line, {}
-        for job in known:
+        known = self._in_line
+        self._in_line = {
+            job: known[job] if job in known else as_ids(job.prompt.tokens) for job in jobs if job.inputs is None
+        }
+        for job in known.keys() - self._in_line.keys():
             self._loaded.prefix_cache.unpin(job)
-        for job in jobs:
-            if job.inputs is None:
-                self._in_line[job] = known[job] if job in known else as_ids(job.prompt.tokens)
-                self._loaded.prefix_cache.pin(job, self._in_line[job], job.scope)
+        for job, ids in self._in_line.items():
+            self._loaded.prefix_cache.pin(job, ids, job.scope)
 
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         self._loaded.prefix_cache.shrink(max_bytes, pinned=pinned)
@@ -89,16 +90,17 @@ class LoadedBackend(Backend):
                 self.let_go(job)
 
     def plan_stops(
-        self, trail: Trail, ids: Ids, scope: str, n_done: int, cache: Sequence[Any], waiting: Sequence[Ids] = ()
+        self, trail: Trail, ids: Ids, scope: str, n_done: int, cache: Sequence[Any], waiting: Iterable[int] = ()
     ) -> None:
         """Choose where the slices of a prompt end, if its cache can't be cut back later. ``n_done`` tokens are done.
 
         They end where kept prefixes and ``waiting`` prompts part from it, at borders of turns, and at the prompt's end.
+        ``waiting``: how many tokens it has in common with each of those.
         """
         if self._loaded.trimmable:
             return
         most = len(ids) - 1
-        wanted = {self._loaded.prefix_cache.shared(ids, scope), *(common(ids, other) for other in waiting)}
+        wanted = {self._loaded.prefix_cache.shared(ids, scope), *waiting}
         trail.resume(cache, n_done)
         trail.plan(
             n_done,

@@ -5,13 +5,29 @@ Knows no batch. Worker thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
-from mlx_serve.engine.cache.prefixes import Ids, common
+from mlx_serve.engine.cache.prefixes import Ids, PromptPlace
 from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
+
+
+@dataclass(slots=True)
+class Reusable:
+    """What a waiting prompt can reuse, in the state of all sequences that has the number ``version``.
+
+    ``n_done`` tokens are there: from ``donor``, or from the kept prefixes (None). ``coming``: the prompts being
+    prefilled that have more in common. ``in_common``: its common prefix with each sequence.
+    """
+
+    version: int = -1
+    n_done: int = 0
+    donor: RunningSequence | None = None
+    coming: Sequence[tuple[RunningSequence, int]] = ()
+    in_common: dict[RunningSequence, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +36,7 @@ class RunningSequence:
 
     ``ids``: its prompt, and the output before a pause. ``n_done`` of them are in its KV cache. Before it begins: the
     tokens that it could reuse, from the ``donor`` or from the kept prefixes. ``trail``: where a cache that can't be
-    cut back has checkpoints. ``has_started``: its Started event was sent.
+    cut back has checkpoints. ``has_started``: its Started event was sent. ``place``: set while it is in the batch.
     """
 
     choice: TokenChoice
@@ -31,9 +47,8 @@ class RunningSequence:
     row: Row | None = None
     has_started: bool = False
     donor: RunningSequence | None = None
-    cache_version: int = -1
-    n_kept: int = 0
-    in_common: dict[RunningSequence, int] = field(default_factory=dict)
+    found: Reusable = field(default_factory=Reusable)
+    place: PromptPlace | None = None
 
     @property
     def n_left(self) -> int:
@@ -54,11 +69,9 @@ class RunningSequence:
 
         0 for a prompt of another scope: the time saved would reveal its text.
         """
-        if other.scope != self.scope:
-            return 0
-        if other not in self.in_common:
-            self.in_common[other] = min(common(self.ids, other.ids), len(self.ids) - 1)
-        return self.in_common[other]
+        assert self.place is not None
+        assert other.place is not None
+        return min(self.place.common(other.place), len(self.ids) - 1)
 
     def gives(self, n_common: int, *, trimmable: bool) -> int:
         """How much of a common prefix another prompt can reuse now."""
