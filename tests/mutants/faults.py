@@ -58,8 +58,8 @@ FAULTS = (
     ),
     Fault(
         "a claimed prefix is counted beside its job",
-        "            self._drop(entry)\n            self._claims[owner] = entry",
-        "            self._claims[owner] = entry",
+        "            self._uncount(entry)\n            self._pins = {other",
+        "            self._pins = {other",
         (PREFIXES,),
     ),
     Fault(
