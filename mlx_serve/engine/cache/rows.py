@@ -343,6 +343,8 @@ class KvRows:
         self.keys, self.values = tree_map(resized, (self.keys, self.values))
         self._shape = (n_rows, n_heads, n_slots)
         mx.eval(self.state)
+        # No later array has the size of the old ones, so MLX would keep them until all layers have grown.
+        mx.clear_cache()
 
     def _runs(self, first: int, n: int) -> Iterator[tuple[int, int, int]]:
         """The slots of the positions from ``first`` on, in runs: (first slot, index of its position, how many)."""
