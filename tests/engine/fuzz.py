@@ -15,11 +15,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 if __name__ == "__main__":
     from mlx_serve import blas
@@ -31,7 +34,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_serve.engine.cache import file as cache_file
+from mlx_serve.engine.cache import index as cache_index
+from mlx_serve.engine.cache import prefixes as cache_prefixes
+from mlx_serve.engine.cache import writer as cache_writer
+from mlx_serve.engine.cache.disk import DiskCache
 from mlx_serve.engine.cache.kinds import always_trims
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend
@@ -141,6 +150,7 @@ TURN = 251
 NOISE = 1e-3
 LOGPROB_TOLERANCE = 1e-2
 MAX_STEPS = 20_000
+_DISK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +185,9 @@ def _model(make: Callable[[], Any]) -> Any:
     return make()
 
 
-def backend_of(kind: Kind, rng: random.Random | None = None) -> BatchBackend | SingleBackend:
+def backend_of(
+    kind: Kind, rng: random.Random | None = None, disk: DiskCache | None = None
+) -> BatchBackend | SingleBackend:
     """A backend that has seen nothing. ``rng`` varies how much it keeps and how much it does at once."""
     model = _model(kind.model)
     draft = _model(kind.draft) if kind.draft is not None else None
@@ -185,6 +197,8 @@ def backend_of(kind: Kind, rng: random.Random | None = None) -> BatchBackend | S
         trimmable=always_trims(make_prompt_cache(model)),
         control_ids=frozenset([TURN, TURN + 1]),
     )
+    if disk is not None:
+        whole = replace(whole, prefix_cache=PrefixCache(max(2, max_sequences), None, tier=disk.tier("m")))
     if kind.alone or draft is not None:
         return one_by_one(whole)
     return BatchBackend(whole, BatchOptions(prompt_concurrency=rng.choice([1, 2, 8]) if rng else 8))
@@ -217,9 +231,10 @@ class Result:
 class Session:
     """Some requests on one backend, at random."""
 
-    def __init__(self, kind: Kind, rng: random.Random, n_requests: int) -> None:
+    def __init__(self, kind: Kind, rng: random.Random, n_requests: int, disk: DiskCache | None = None) -> None:
         self._rng = rng
-        self._backend = backend_of(kind, rng)
+        self._disk = disk
+        self._backend = backend_of(kind, rng, disk)
         self._stems = [self._stem(n) for n in (rng.randrange(20, 150), rng.randrange(20, 150), rng.randrange(200, 400))]
         self._waiting: list[Job] = []
         self._n_requests = n_requests
@@ -256,10 +271,20 @@ class Session:
         if rng.random() < 0.02:
             self._backend.pin(self._waiting)
             self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]), pinned=rng.random() < 0.5)
+        if self._disk is not None:
+            self._turn_to_disk(self._disk)
         if self._running:
             plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), rng.random() < 0.8, n_overhead=rng.choice([0, 30]))
             for job, event in self._backend.run_step(plan):
                 self._note(job, event)
+
+    def _turn_to_disk(self, disk: DiskCache) -> None:
+        if self._rng.random() < 0.1:
+            # As after a restart: only the disk has what was kept.
+            disk.flush(_DISK_S)
+            self._backend.shrink_cache(0)
+        if self._rng.random() < 0.5:
+            self._backend.wait_for_disk(_DISK_S)
 
     def _note(self, job: Job, event: Any) -> None:
         if isinstance(event, Started):
@@ -407,6 +432,18 @@ def _drawn(kind: Kind, job: Job, before: Sequence[int], noise: mx.array) -> int:
     return token
 
 
+@contextmanager
+def small_blocks(n_tokens: int = 32) -> Iterator[None]:
+    """Blocks on disk that are small beside the prompts here, and worth reading."""
+    n_bytes = n_tokens * cache_file.TOKEN_BYTES
+    with ExitStack() as stack:
+        for module in (cache_file, cache_index, cache_writer):
+            stack.enter_context(mock.patch.object(module, "BLOCK_KEY_BYTES", n_bytes))
+        stack.enter_context(mock.patch.object(cache_writer, "BLOCK_TOKENS", n_tokens))
+        stack.enter_context(mock.patch.object(cache_prefixes, "_MIN_FROM_DISK", n_tokens))
+        yield
+
+
 @dataclass(slots=True)
 class Outcome:
     """``faults``: a line for each job whose answer is wrong."""
@@ -416,14 +453,24 @@ class Outcome:
     n_cancelled: int = 0
     n_cached: int = 0
     n_pauses: int = 0
+    n_loaded: int = 0
     faults: list[str] = field(default_factory=list)
 
 
-def run(name: str, seed: int, outcome: Outcome, n_requests: int = 10) -> None:
+def run(name: str, seed: int, outcome: Outcome, n_requests: int = 10, *, with_disk: bool = False) -> None:
     """A session of a kind, and the comparison of all of its jobs."""
     rng = random.Random(f"{name} {seed}")
-    session = Session(KINDS[name], rng, n_requests)
-    session.run()
+    if with_disk:
+        with TemporaryDirectory() as directory, small_blocks():
+            # By this clock the disk is never slower than prefilling.
+            disk = DiskCache(Path(directory), rng.choice([200_000, 10**8]), clock=lambda: 0.0)
+            session = Session(KINDS[name], rng, n_requests, disk)
+            session.run()
+            disk.close(_DISK_S)
+            outcome.n_loaded += disk.counts()["loaded"]
+    else:
+        session = Session(KINDS[name], rng, n_requests)
+        session.run()
     outcome.n_cached += session.max_cached
     outcome.n_pauses += session.n_pauses
     for job, got in session.results.items():
@@ -450,11 +497,14 @@ def main() -> int:
     parser.add_argument("--sessions", type=int, default=10**9, help="the most sessions of each kind")
     parser.add_argument("--seed", type=int, default=0, help="of the first session; the next one has the next number")
     parser.add_argument("--kind", choices=KINDS, action="append", help="by default all of them")
+    parser.add_argument(
+        "--disk", action="store_true", help="keep caches on disk too; then a seed does not fix the order"
+    )
     options = parser.parse_args()
     outcomes = {name: Outcome() for name in options.kind or KINDS}
     for name, seed in _sessions(list(outcomes), options.seed, options.sessions, options.seconds):
         n_before = len(outcomes[name].faults)
-        run(name, seed, outcomes[name])
+        run(name, seed, outcomes[name], with_disk=options.disk)
         for fault in outcomes[name].faults[n_before:]:
             print(fault, flush=True)
     for name, one in outcomes.items():

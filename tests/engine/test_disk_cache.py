@@ -4,6 +4,7 @@ import copy
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import mlx.core as mx
 import pytest
@@ -23,8 +24,11 @@ from mlx_lm.models.cache import (
 
 from mlx_serve.engine.cache import file
 from mlx_serve.engine.cache import state as cache_state
+from mlx_serve.engine.cache.checkpoints import take
 from mlx_serve.engine.cache.disk import DiskCache, model_identity
-from mlx_serve.engine.cache.file import DamagedFileError, Header
+from mlx_serve.engine.cache.file import DamagedFileError
+from mlx_serve.engine.cache.form import dumped, parsed
+from mlx_serve.engine.cache.kinds import leaves
 from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
 from tests.engine.tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 
@@ -49,25 +53,49 @@ def open_disk(tmp_path):
 def through_disk(open_disk):
     """Saves a cache, starts anew, and loads it."""
 
-    def there_and_back(cache, tokens=(1, 2, 3)):
+    def there_and_back(cache, tokens=None):
+        tokens = range(n_tokens(cache)) if tokens is None else tokens
         disk = open_disk()
         disk.tier("m").save(tokens, "", cache)
         disk.close(LONG_S)
         disk = open_disk()
-        loaded = load(disk.tier("m"), tokens, trimmable=False)
+        loaded = load(disk.tier("m"), tokens)
         disk.close(LONG_S)
         assert loaded is not None
-        assert loaded[1] == list(tokens)
+        assert loaded[1] == len(tokens)
         return loaded[0]
 
     return there_and_back
 
 
-def load(tier, tokens, *, trimmable=True):
-    """The best file's cache, and the tokens that it holds."""
-    found = tier.find(tokens, trimmable=trimmable)
-    cache = tier.load(found) if found is not None else None
-    return (cache, found.held.tolist()) if cache is not None else None
+def n_tokens(cache):
+    """How many tokens a cache holds."""
+    return max((getattr(layer, "offset", 0) for layer in leaves(cache)), default=0) or 3
+
+
+def save(disk, tokens, cache, scope="", model="m"):
+    disk.tier(model).save(tokens, scope, cache)
+    assert disk.flush(LONG_S)
+
+
+def load(tier, tokens, scope="", **options):
+    """The cache of a prompt's best files, and how many tokens it holds."""
+    got = []
+    options = {"n_held": 0, "least": 1, "prefill_s": lambda n: LONG_S} | options
+    loading = tier.load(as_ids(tokens), scope, lambda *found: got.append(found), **options)
+    if loading is not None:
+        finish(loading)
+    return got[0] if got else None
+
+
+def finish(loading):
+    while not loading.poll():
+        loading.wait(LONG_S)
+
+
+def covers(tier, tokens, scope=""):
+    found = tier.find(tokens, scope)
+    return found.n_tokens if found is not None else 0
 
 
 def fill(cache, n, *, dtype=mx.float32, seed=0, n_heads=2, width=32):
@@ -214,8 +242,9 @@ def test_numbers_that_are_none_keep_their_bits(through_disk):
 
 
 def test_the_room_for_coming_tokens_is_not_written():
-    _, arrays = cache_state.take_apart([filled(KVCache(), 5), filled(RotatingKVCache(512), *[1] * 5)])
-    assert [array.shape[2] for array in arrays] == [5] * 4
+    parts = cache_state.take_apart([filled(KVCache(), 5), filled(RotatingKVCache(512), *[1] * 5)], 5)
+    assert [array.shape[2] for array in (*parts.growing, *parts.last)] == [5] * 4
+    assert [array.size for array in cache_state.views(parts.growing)] == [5 * 2 * 32] * 2
 
 
 def tiny_chunked():
@@ -269,88 +298,177 @@ def test_generation_goes_on_as_if_nothing_had_been(through_disk, name, n_first):
     assert generate(model, go_on, back, 20, **options) == generate(model, go_on, cache, 20, **options)
 
 
-def test_a_cache_can_be_cut_back_to_what_another_prompt_shares(open_disk):
+def test_a_prompt_gets_what_it_shares_with_another(open_disk):
     model = tiny_llama()
     cache = make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=cache)
     disk = open_disk()
-    disk.tier("m").save(PROMPT, "", cache)
-    assert disk.flush(LONG_S)
+    save(disk, PROMPT, cache)
     other = [*PROMPT[:25], 3, 4, 5]
     tier = disk.tier("m")
-    assert tier.covers(other, trimmable=False) == 0
-    assert tier.covers(other, trimmable=True) == 25
-    back, held = load(tier, other)
-    assert held == PROMPT
-    trim_prompt_cache(back, len(held) - 25)
+    assert covers(tier, other) == 25
+    back, n = load(tier, other)
+    assert n == 25
     assert generate(model, other[25:], back, 10) == generate(model, other, make_prompt_cache(model), 10)
 
 
-@pytest.mark.parametrize(
-    ("cache", "can_trim"),
-    [
-        ("kv", True),
-        ("rotating", True),
-        ("rotating, full", False),
-        ("chunked", True),
-        ("chunked, trimmed in front", False),
-        ("arrays", False),
-        ("list of lists", False),
-    ],
-)
-def test_only_what_can_be_cut_back_lends_a_part(open_disk, cache, can_trim):
+LENDS = {"kv": True, "quantized": True, "chunked": True, "concatenated": True, "rotating": False, "arrays": False}
+LENDS |= {"rotating, full": False, "chunked, trimmed in front": False, "list of lists": False}
+
+
+@pytest.mark.parametrize("kind", LENDS)
+def test_only_what_can_be_cut_back_lends_a_part(open_disk, kind):
+    cache = [CACHES[kind]()]
+    tokens = list(range(n_tokens(cache)))
     disk = open_disk()
     tier = disk.tier("m")
-    tier.save([1, 2, 3], "", [CACHES[cache]()])
+    save(disk, tokens, cache)
+    assert covers(tier, [*tokens[:-1], 99, 99]) == (len(tokens) - 1 if LENDS[kind] else 0)
+    assert covers(tier, [*tokens, 99]) == len(tokens)
+
+
+def test_of_a_growing_conversation_only_the_new_blocks_are_written(open_disk):
+    disk, model = open_disk(), tiny_llama()
+    tokens = [n % 250 for n in range(900)]
+    n_written = 0
+    for n in (300, 600, 900):
+        cache = make_prompt_cache(model)
+        model(mx.array([tokens[:n]]), cache=cache)
+        save(disk, tokens[:n], cache)
+        n_written, before = disk.counts()["bytes_written"], n_written
+        # A block begins at most 255 tokens before what is new.
+        assert n_written - before < (300 + file.BLOCK_TOKENS) * sum(layer.nbytes for layer in cache) / n
+    assert disk.counts()["written"] == 3 + 3
+    back, n = load(disk.tier("m"), tokens)
+    assert n == 900
+    # Passes of other lengths round differently.
+    assert mx.allclose(back[0].keys, cache[0].keys_and_values()[0], atol=1e-4).item()
+
+
+def test_what_a_save_holds_is_not_changed_by_a_job_that_goes_on(open_disk, monkeypatch):
+    """The cache is moved into a job, which writes to it, before the writer has come to it."""
+    gate = Event()
+    create = file.create
+    monkeypatch.setattr(file, "create", lambda path: gate.wait(LONG_S) and create(path))
+    disk = open_disk()
+    cache = [filled(KVCache(), 300)]
+    mx.eval([layer.state for layer in cache])
+    want = bare(cache[0])
+    disk.tier("m").save(range(300), "", cache)
+    trim_prompt_cache(cache, 40)
+    for seed in range(1, 5):
+        fill(cache[0], 10, seed=seed)
+        mx.eval([layer.state for layer in cache])
+    gate.set()
     assert disk.flush(LONG_S)
-    assert tier.covers([1, 2, 9], trimmable=True) == (2 if can_trim else 0)
-    assert tier.covers([1, 2, 3, 9], trimmable=True) == 3
-    # A shorter one is needed by those that can't be cut back, and only by those.
-    tier.save([1, 2], "", [CACHES[cache]()])
+    (back,), n = load(disk.tier("m"), range(300))
+    assert (n, bare(back)) == (300, want)
+
+
+def test_a_save_holds_its_memory_and_counts_it_once_it_is_released(open_disk, monkeypatch):
+    gate = Event()
+    create = file.create
+    monkeypatch.setattr(file, "create", lambda path: gate.wait(LONG_S) and create(path))
+    disk = open_disk()
+    prefixes = PrefixCache(10, None, tier=disk.tier("m"))
+    cache = [filled(KVCache(), 512, width=512)]
+    n_bytes = cache[0].nbytes
+    prefixes.store(as_ids(range(512)), cache)
+    del cache
+    before = mx.get_active_memory()
+    assert prefixes.unkept_bytes == 0
+    prefixes.shrink(0)
+    assert (prefixes.unkept_bytes, mx.get_active_memory()) == (n_bytes, before)
+    gate.set()
     assert disk.flush(LONG_S)
-    assert disk.counts()["files"] == (1 if can_trim else 2)
+    assert prefixes.unkept_bytes == 0
+    assert mx.get_active_memory() <= before - n_bytes
+
+
+def test_a_load_is_given_up_when_computing_would_have_been_quicker(open_disk, monkeypatch, tmp_path):
+    now = [0.0]
+    disk = open_disk(clock=lambda: now[0])
+    save(disk, range(300), [filled(KVCache(), 300)])
+    gate, reached, read = Event(), Event(), file.read
+    monkeypatch.setattr(file, "read", lambda *args: reached.set() or (gate.wait(LONG_S) and read(*args)))
+    tier, kept = disk.tier("m"), []
+    options = {"n_held": 0, "least": 1, "prefill_s": lambda n: n / 100}
+    loading = tier.load(as_ids(range(300)), "", lambda *found: kept.append(found), **options)
+    assert [loading.poll() for _ in range(3)] == [False] * 3
+    assert reached.wait(LONG_S)
+    now[0] = 2.9
+    assert not loading.poll()
+    now[0] = 3.1
+    assert loading.poll()
+    # While it has not answered, nobody waits for the disk.
+    assert tier.load(as_ids(range(300)), "", lambda *found: kept.append(found), **options) is None
+    assert (kept, disk.counts()["given_up"]) == ([], 1)
+    gate.set()
+
+
+def test_what_memory_holds_is_not_read(open_disk):
+    disk = open_disk()
+    save(disk, range(300), [filled(KVCache(), 300)])
+    tier = disk.tier("m")
+    assert load(tier, range(300), n_held=200, least=101) is None
+    assert load(tier, range(300), n_held=200, least=100)[1] == 300
 
 
 @pytest.mark.parametrize("identity", ["", "a b", "3 a", "\udc00", "x" * 10**5])
 def test_any_string_names_a_model(open_disk, identity):
     disk = open_disk()
-    disk.tier(identity).save([1, 2], "", [CACHES["kv"]()])
+    disk.tier(identity).save([1, 2], "", [filled(KVCache(), 2)])
     disk.close(LONG_S)
     disk = open_disk()
     assert load(disk.tier(identity), [1, 2]) is not None
     assert load(disk.tier(identity + "x"), [1, 2]) is None
 
 
-def test_a_file_that_goes_between_search_and_read_is_not_replaced_by_another(open_disk):
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_of_files_that_go_while_they_are_read_what_came_before_is_used(open_disk, tmp_path, lost):
     disk = open_disk()
+    tokens, other = list(range(600)), [*range(200), *range(900, 1300)]
+    for one in (tokens, other):
+        save(disk, one, [numbered(one)])
+    prefixes = PrefixCache(10, None, tier=disk.tier("m"))
+    loading = prefixes.load(as_ids([*tokens, 5]), "", 0, lambda n: LONG_S)
+    blocks = disk.tier("m").find(tokens).blocks
+    (tmp_path / "c" / f"{blocks[lost].name}.kv").unlink()
+    finish(loading)
+    prompt = as_ids([*tokens, 5])
+    (got, n, _) = prefixes.fetch(prompt)
+    assert n == lost * file.BLOCK_TOKENS
+    assert n == 0 or got[0].keys_and_values()[0].flatten().tolist() == tokens[:n]
+
+
+def numbered(tokens):
+    """A cache that says of which tokens it is."""
+    layer = KVCache()
+    numbers = mx.array(tokens, dtype=mx.float32)[None, None, :, None]
+    layer.update_and_fetch(numbers, numbers)
+    return layer
+
+
+def test_the_wrong_files_of_a_path_are_never_used(open_disk, tmp_path):
+    """Files of other tokens in the place of a path's: as if the directory were restored from another one."""
+    disk = open_disk()
+    tokens, other = list(range(600)), list(range(1000, 1600))
+    for one in (tokens, other):
+        save(disk, one, [numbered(one)])
     tier = disk.tier("m")
-    best, other = list(range(300)), [*range(200), *range(900, 1200)]
-    for tokens in (best, other):
-        tier.save(tokens, "", [filled(KVCache(), len(tokens))])
-    assert disk.flush(LONG_S)
-    cache = PrefixCache(10, None, tier=tier)
-    find = tier.find
-
-    def find_and_lose(tokens, scope, *, trimmable):
-        found = find(tokens, scope, trimmable=trimmable)
-        disk._store._remove(found.file)
-        return found
-
-    tier.find = find_and_lose
-    prompt = as_ids([*best, 5])
-    assert cache.covers(cache.place(prompt)) == 300
-    assert cache.fetch(prompt) == (None, 0, [])
-    tier.find = find
-    assert cache.fetch(prompt)[1] == 200
+    ours, theirs = ([tmp_path / "c" / f"{b.name}.kv" for b in tier.find(one).blocks] for one in (tokens, other))
+    ours[1].write_bytes(theirs[1].read_bytes())
+    (got,), n = load(tier, tokens)
+    assert (n, got.keys_and_values()[0].flatten().tolist()) == (256, tokens[:256])
+    assert disk.counts()["damaged"] == 1
 
 
 def test_models_do_not_see_each_other_s_files(open_disk):
     disk = open_disk()
-    disk.tier("a").save([1, 2], "", [CACHES["kv"]()])
-    assert disk.flush(LONG_S)
-    assert disk.tier("b").covers([1, 2], trimmable=True) == 0
+    save(disk, [1, 2], [filled(KVCache(), 2)], model="a")
+    assert covers(disk.tier("b"), [1, 2]) == 0
     assert load(disk.tier("b"), [1, 2]) is None
-    assert disk.tier("a").covers([1, 2], trimmable=True) == 2
+    assert covers(disk.tier("a"), [1, 2]) == 2
 
 
 def test_files_of_one_scope_are_not_found_under_another(open_disk):
@@ -364,55 +482,62 @@ def test_files_of_one_scope_are_not_found_under_another(open_disk):
     assert disk.counts()["files"] == 2
     cache = PrefixCache(10, None, tier=disk.tier("m"))
     prompt = as_ids([*tokens, 5])
-    assert [cache.covers(cache.place(prompt, scope)) for scope in ("", "a", "b", "c")] == [0, 200, 200, 0]
-    assert [cache.fetch(prompt, scope)[1] for scope in ("", "c")] == [0, 0]
+    for scope in ("", "c"):
+        assert cache.load(prompt, scope, 0, lambda n: LONG_S) is None
     for scope in ("a", "b"):
+        finish(cache.load(prompt, scope, 0, lambda n: LONG_S))
         (back,), n, _ = cache.fetch(prompt, scope)
         assert n == 200
         assert bare(back) == bare(filled(KVCache(), 200, seed=ord(scope)))
+    assert [cache.fetch(prompt, scope)[1] for scope in ("", "c")] == [0, 0]
 
 
-def test_a_file_put_in_another_one_s_place_is_not_taken_for_it(open_disk, tmp_path):
+def test_checkpoints_are_stored_beside_the_blocks_that_they_share(open_disk):
+    """Of a cache with a window: its end, and the first and last place where prompts are likely to part."""
     disk = open_disk()
-    for identity in ("a", "b"):
-        disk.tier(identity).save([1, 2], "", [CACHES["kv"]()])
+    prefixes = PrefixCache(10, None, tier=disk.tier("m"))
+    cache, checkpoints = [KVCache(), RotatingKVCache(16)], []
+    tokens = list(range(700))
+    for end in (300, 400, 500, 600, 700):
+        n = end - cache[0].offset
+        for layer in cache:
+            fill(layer, n, seed=end)
+        if end != 700:
+            checkpoints.append(take(cache, end, is_stop=end != 600))
+    prefixes.store(as_ids(tokens), cache, checkpoints=checkpoints)
     assert disk.flush(LONG_S)
-    first, second = sorted((tmp_path / "c").glob("*.kv"))
-    second.write_bytes(first.read_bytes())
-    assert sorted(load(disk.tier(i), [1, 2]) is None for i in ("a", "b")) == [False, True]
-    assert disk.counts()["damaged"] == 1
+    # Two full blocks, and the rest at three positions.
+    assert disk.counts()["written"] == 5
+    tier = disk.tier("m")
+    assert [covers(tier, [*tokens[:n], 999]) for n in (299, 300, 450, 650, 700)] == [0, 300, 300, 500, 700]
+    (whole, window), n = load(tier, [*tokens[:650], 999])
+    assert (n, whole.offset, window.offset) == (500, 500, 500)
+    assert plain(window.keys) == plain(checkpoints[2].layers[0].keys)
 
 
 def test_nothing_is_saved_of_no_tokens(open_disk):
     disk = open_disk()
-    disk.tier("m").save([], "", [KVCache()])
-    assert disk.flush(LONG_S)
+    save(disk, [], [KVCache()])
     assert disk.counts()["files"] == 0
-
-
-def test_when_the_writer_is_behind_nothing_is_copied(open_disk, monkeypatch):
-    disk = open_disk(max_pending_bytes=100)
-    monkeypatch.setattr(cache_state, "to_bytes", lambda arrays: pytest.fail("copied"))
-    disk.tier("m").save([1, 2], "", [CACHES["kv"]()])
-    assert disk.counts()["skipped_large"] == 1
 
 
 def no_memory(*_):
     raise RuntimeError("[malloc] Unable to allocate")
 
 
-def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monkeypatch, caplog):
+@pytest.mark.parametrize("call", ["blank", "from_numpy", "put_together"])
+def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monkeypatch, caplog, call):
     disk = open_disk()
     tier = disk.tier("m")
+    cache = [filled(KVCache(), 2), filled(RotatingKVCache(16), 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(cache_state, "to_bytes", no_memory)
-        tier.save([1, 2], "", [CACHES["kv"]()])
+        patch.setattr(cache_state, "views", no_memory)
+        save(disk, [1, 2], cache)
     assert "not saved" in caplog.text
     assert disk.counts()["pending_bytes"] == 0
-    tier.save([1, 2], "", [CACHES["kv"]()])
-    assert disk.flush(LONG_S)
+    save(disk, [1, 2], cache)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_state, "put_together", no_memory)
+        patch.setattr(cache_state, call, no_memory)
         assert load(tier, [1, 2]) is None
     assert "not loaded" in caplog.text
     assert load(tier, [1, 2]) is not None
@@ -421,8 +546,7 @@ def test_a_cache_that_memory_does_not_suffice_for_fails_nothing(open_disk, monke
 def test_a_layout_over_the_limit_of_headers_is_not_kept(open_disk, monkeypatch, caplog):
     monkeypatch.setattr(file, "_MAX_HEADER_BYTES", 100)
     disk = open_disk()
-    disk.tier("m").save([1, 2], "", [CACHES["kv"]()])
-    assert disk.flush(LONG_S)
+    save(disk, [1, 2], [filled(KVCache(), 2)])
     assert disk.counts()["files"] == 0
     assert "header" in caplog.text
 
@@ -432,7 +556,7 @@ def test_the_thread_that_decodes_is_not_the_one_that_starts(open_disk):
 
     def work():
         tier = disk.tier("m")
-        cache = CACHES["kv"]()
+        cache = filled(KVCache(), 2)
         tier.save([1, 2], "", [cache])
         assert disk.flush(LONG_S)
         (back,), _ = load(tier, [1, 2])
@@ -476,28 +600,31 @@ def test_a_kind_that_is_not_known_is_said_once_and_not_kept(open_disk, caplog, m
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
 
 
+GROWS = {"tuple": [{"dtype": "uint8", "shape": [1, 1, 4]}] * 2}
+
+
 @pytest.mark.parametrize(
-    "node",
+    ("node", "state"),
     [
-        {"kind": "OwnCache", "state": {"value": None}},
-        {"kind": "BatchKVCache", "state": {"value": None}},
-        {"kind": "CacheList", "caches": [{"kind": "make_prompt_cache", "state": {"value": None}}]},
-        {"kind": "KVCache"},
-        {"kind": "KVCache", "state": {"value": 3}},
-        {"kind": "KVCache", "state": {"tuple": [{"dtype": "object", "shape": [1]}]}},
-        {"kind": "KVCache", "state": {"tuple": [{"dtype": "uint8", "shape": [-1, -4]}]}},
-        {"kind": "KVCache", "state": {"tuple": [{"dtype": "uint8", "shape": "x"}]}},
-        {"kind": "KVCache", "state": {"tuple": [{"dtype": "uint8", "shape": [2**40]}]}},
-        [],
-        None,
+        ({"kind": "OwnCache"}, {"value": None}),
+        ({"kind": "BatchKVCache"}, {"value": None}),
+        ({"kind": "CacheList", "caches": [{"kind": "make_prompt_cache"}]}, {"value": None}),
+        ({"kind": "OwnCache", "grows": GROWS, "settings": []}, None),
+        ({"kind": "KVCache", "grows": GROWS, "settings": [{"value": 1}]}, None),
+        ({"kind": "KVCache", "grows": GROWS}, None),
+        ({"kind": "KVCache", "grows": {"value": 3}, "settings": []}, None),
+        ({"kind": "QuantizedKVCache", "grows": GROWS, "settings": []}, None),
+        ({"grows": GROWS, "settings": []}, None),
+        ({"kind": "KVCache"}, {"value": 3}),
+        ({"kind": "KVCache"}, None),
+        ({"kind": "KVCache"}, {"tuple": [{"dtype": "uint8", "shape": [1]}]}),
     ],
 )
-def test_a_layout_that_we_did_not_write_is_a_damaged_file(tmp_path, node):
-    path = tmp_path / "x.kv"
-    head = file.head(Header("m", b"", True, [node], 4))
-    assert file.write(path, head, [b"abcd"], lambda: True)
+def test_a_form_that_we_did_not_write_is_a_damaged_file(node, state):
+    form = parsed(dumped([node]))
+    arrays = [mx.zeros(array.of(3).shape, mx.uint8) for array in form.growing]
     with pytest.raises(DamagedFileError):
-        file.read(path, lambda header, take: cache_state.put_together(header.layout, take))
+        cache_state.put_together(form, 3, arrays, [] if state is None else [state], [])
 
 
 def test_what_makes_a_model_another_one(tmp_path):

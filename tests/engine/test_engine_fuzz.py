@@ -17,6 +17,17 @@ def test_what_runs_beside_a_job_changes_none_of_its_tokens(kind):
     assert outcome.n_tokens > 10
 
 
+@pytest.mark.parametrize("kind", ["plain", "windows", "recurrent lists", "mixed, one by one"])
+def test_what_comes_from_disk_changes_no_token(kind):
+    outcome = fuzz.Outcome()
+    for seed in range(1, 6):
+        fuzz.run(kind, seed, outcome, n_requests=8, with_disk=True)
+        if outcome.n_loaded > 2:
+            break
+    assert not outcome.faults, "\n".join(outcome.faults)
+    assert outcome.n_loaded
+
+
 def test_prefixes_are_shared_and_jobs_cancelled():
     outcome = fuzz.Outcome()
     for kind in ("plain", "windows", "recurrent"):

@@ -58,7 +58,8 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds checkpoints size rows lone file state index store disk prefix_tree prefixes",
+    "engine/cache": "kinds checkpoints size rows lone form file index store writer reader state loading disk"
+    " prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs drafts bank rows trial pooling"
     " reasoning grammars constraints sampling token_choice scoring embedding sequence sharing loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
@@ -92,7 +93,7 @@ MAY_IMPORT_MLX = {
     "engine/generate/single.py",
     "engine/cache/kinds.py",
     "engine/cache/state.py",
-    "engine/cache/disk.py",
+    "engine/cache/loading.py",
     "engine/models/store.py",
     "engine/models/wired.py",
     "engine/models/tokenizers.py",

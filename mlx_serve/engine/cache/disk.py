@@ -1,6 +1,10 @@
 """KV caches of prompts in files, which survive a restart. This is the tier below the prefix cache in memory.
 
-The worker thread converts cache objects to bytes and back here. The writer thread of store.py never sees an mlx array.
+    store a prefix:  MLX thread: views of the arrays  -->  writer.py: the blocks that no file has yet
+    use a prefix:    MLX thread: blank arrays  -->  reader.py: fill and check them  -->  MLX thread: a cache of them
+
+Reading, checking and writing happen on threads of their own. The MLX thread looks into the index, makes views and makes
+cache objects. A prompt whose cache is being read waits; all others go on.
 """
 
 from __future__ import annotations
@@ -8,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,27 +22,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_serve.engine.cache import file, state
-from mlx_serve.engine.cache.file import DamagedFileError, Header
-from mlx_serve.engine.cache.index import Entry
-from mlx_serve.engine.cache.kinds import can_trim
+from mlx_serve.engine.cache.index import Path as BlockPath
+from mlx_serve.engine.cache.loading import NO_MEMORY, Loading
+from mlx_serve.engine.cache.reader import CacheReader
 from mlx_serve.engine.cache.store import CacheStore
+from mlx_serve.engine.cache.writer import CacheWriter, Save
 
 log = logging.getLogger(__name__)
 
 # The files that determine a model's numbers. Small ones are hashed; of large ones, only name, size and time count.
 _READ = ("config.json", "tokenizer.json", "adapter_config.json")
 _LOOKED_AT = (".safetensors", ".npz", ".gguf", ".py")
-# How Python and MLX report a lack of memory. Saving a cache must not fail the requests that are being decoded.
-_NO_MEMORY = (MemoryError, RuntimeError)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundFile:
-    """A file whose first ``n_tokens`` tokens match a prompt. ``held``: all its tokens; ``file``: its index entry."""
-
-    n_tokens: int
-    held: NDArray[np.int64]
-    file: Entry
+# Before the speed of prefilling is known, it is taken for this: tokens per second.
+_PREFILL_SPEED = 1000.0
 
 
 class DiskCache:
@@ -48,93 +44,140 @@ class DiskCache:
     are not saved. Raises StartError when the directory can't be used, or when another server uses it.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, *, max_pending_bytes: int | None = None) -> None:
-        self._store = CacheStore(directory, max_bytes, max_pending_bytes=max_pending_bytes)
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int,
+        *,
+        max_pending_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = CacheStore(directory, max_bytes)
+        self._writer = CacheWriter(self._store, max_pending_bytes)
+        self._reader = CacheReader(self._store, clock)
+        self._clock = clock
 
     def tier(self, identity: str) -> DiskTier:
         """The files of one model; ``identity`` is that of model_identity."""
-        return DiskTier(self._store, identity)
+        return DiskTier(self._store, self._writer, self._reader, identity, self._clock)
 
     def counts(self) -> dict[str, int]:
         """What has happened so far, and ``files``, ``bytes`` and ``pending_bytes`` of now. Any thread."""
-        return self._store.counts()
+        return self._store.counts() | {"pending_bytes": self._writer.pending_bytes}
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until every saved cache is written or dropped. False when it took longer. Any thread."""
-        return self._store.flush(timeout_s)
+        return self._writer.flush(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Accept nothing more, wait for pending writes, and unlock the directory. Any thread; may be called twice."""
-        self._store.close(timeout_s)
+        has_written, has_read = self._writer.close(timeout_s), self._reader.close(timeout_s)
+        # While a thread hangs, the directory stays locked. The lock ends with the process.
+        if has_written and has_read:
+            self._store.close()
 
 
 class DiskTier:
     """The files of one model. Each scope (whose requests may use them) has separate files. Worker thread only."""
 
-    def __init__(self, store: CacheStore, identity: str) -> None:
+    def __init__(
+        self, store: CacheStore, writer: CacheWriter, reader: CacheReader, identity: str, clock: Callable[[], float]
+    ) -> None:
         self._store = store
+        self._writer = writer
+        self._reader = reader
         self._identity = identity
+        self._clock = clock
         self._refused = False
 
-    def covers(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> int:
-        """How many leading tokens of a prompt the best file covers now."""
-        found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
-        return found[1] if found is not None else 0
+    @property
+    def unkept_bytes(self) -> int:
+        """The bytes of dropped caches that stay in memory until they are written. Any thread."""
+        return self._writer.unkept_bytes(self._identity)
 
-    def find(self, tokens: Sequence[int], scope: str = "", *, trimmable: bool) -> FoundFile | None:
-        """The file that covers most leading tokens of a prompt, found in the index alone.
+    def find(self, tokens: Sequence[int] | NDArray[np.int64], scope: str = "") -> BlockPath | None:
+        """The files that cover most leading tokens of a prompt, found in the index alone."""
+        return self._store.find(self._owner(scope), file.to_key(tokens))
 
-        A cache that can be trimmed covers the longest common prefix. Any other cache covers all its tokens or none. A
-        cache can be trimmed if the model's caches can (``trimmable``) and the file says that its own still could.
+    def holds(self, tokens: Sequence[int] | NDArray[np.int64], scope: str = "") -> bool:
+        """Whether files hold the cache of exactly these tokens."""
+        found = self.find(tokens, scope)
+        return found is not None and found.n_tokens == len(tokens)
+
+    def load(
+        self,
+        ids: NDArray[np.int64],
+        scope: str,
+        keep: Callable[[list[Any], int], None],
+        *,
+        n_held: int,
+        least: int,
+        prefill_s: Callable[[int], float],
+    ) -> Loading | None:
+        """Begin to read the files that cover most leading tokens of a prompt, of which ``n_held`` are in memory.
+
+        None if they cover less than ``least`` more, or if the disk is likely to take longer for these than
+        ``prefill_s`` says (0: not known yet). ``keep`` gets the cache and the number of its tokens, the prompt's first
+        ones.
         """
-        found = self._store.find(self._owner(scope), file.to_key(tokens), trimmable=trimmable)
-        return FoundFile(found[1], file.from_key(found[0].key), found[0]) if found is not None else None
-
-    def load(self, found: FoundFile) -> list[Any] | None:
-        """The whole cache of a file; None when the file is gone or damaged."""
-        entry = found.file
-
-        def decode(header: Header, take: Callable[[int], bytearray]) -> list[Any]:
-            if (header.identity, header.key) != (entry.identity, entry.key):
-                raise DamagedFileError("it holds another prompt")
-            return state.put_together(header.layout, take)
-
-        try:
-            return self._store.read(entry, decode)
-        except _NO_MEMORY as error:
-            log.warning("prompt cache: a cache of %d bytes is not loaded: %r", entry.size, error)
+        found = self.find(ids, scope)
+        if found is None or found.n_tokens < n_held + least:
             return None
+        n_more = found.n_tokens - n_held
+        within_s = prefill_s(n_more) or n_more / _PREFILL_SPEED
+        if not self._reader.is_worth(found.n_bytes, within_s):
+            return None
+        key = b"".join(block.key for block in found.blocks)
 
-    def save(self, tokens: Sequence[int], scope: str, cache: list[Any]) -> None:
-        """Queue ``cache`` for writing. It holds exactly ``tokens`` and is evaluated.
+        def check(cache: list[Any], n_tokens: int) -> None:
+            # The reader has checked that the files hold these tokens. Any others would silently give wrong answers.
+            if key[: n_tokens * file.TOKEN_BYTES] == file.to_key(ids[:n_tokens]):
+                keep(cache, n_tokens)
 
-        Nothing is written when a file already covers it, when too much is pending, or when the cache has a type of
-        mlx-lm's that kinds.py does not know.
+        return Loading(self._store, self._reader, found, check, self._clock, within_s)
+
+    def save(self, tokens: Sequence[int] | NDArray[np.int64], scope: str, cache: list[Any]) -> Save | None:
+        """Queue what no file has of ``cache`` for writing. It holds exactly ``tokens`` and is evaluated.
+
+        None: nothing is written, because files cover it already, too much is pending, or the cache has a type of
+        mlx-lm's that kinds.py does not know. Call ``release`` with the result when the cache is dropped.
         """
-        if self._refused or not tokens:
-            return
-        key, owner = file.to_key(tokens), self._owner(scope)
-        trimmable = can_trim(cache)
-        if self._store.covers(self._store.entry(owner, key, trimmable=trimmable)):
-            return
+        if self._refused or not len(tokens):
+            return None
         try:
-            layout, arrays = state.take_apart(cache)
-            n_bytes = sum(array.nbytes for array in arrays)
-            head = file.head(Header(owner, key, trimmable, layout, n_bytes))
+            parts = state.take_apart(cache, len(tokens))
+            key, owner = file.to_key(tokens), self._owner(scope)
+            *_, last = blocks = self._store.full(owner, parts.form, key)
+            rest = key[last.end * file.TOKEN_BYTES :]
+            # This raises ValueError for a header that is too long.
+            file.head(file.Header(owner, parts.form, last.name, b"", parts.states))
         except (state.UnknownStateError, ValueError) as error:
             log.warning("prompt cache: this model's caches are not kept on disk: they hold %s", error)
             self._refused = True
-            return
-        size = file.file_size(head, n_bytes)
-        entry = self._store.entry(owner, key, trimmable=trimmable, size=size)
-        if not self._store.admit(entry):
-            return
+            return None
+        if len(rest) < file.BLOCK_KEY_BYTES and self._store.holds_last(last, rest):
+            self._store.use(blocks)
+            return None
+        n_bytes = len(rest) // file.TOKEN_BYTES * parts.form.token_bytes + sum(a.nbytes for a in parts.last)
         try:
-            copies = state.to_bytes(arrays)
-        except _NO_MEMORY as error:
-            log.warning("prompt cache: a cache of %d bytes is not saved: %r", size, error)
-        else:
-            self._store.put(entry, head, copies)
+            save = Save(
+                owner,
+                parts.form,
+                key,
+                state.views(parts.growing),
+                parts.states,
+                state.views(parts.last),
+                n_bytes,
+                parts.n_bytes,
+            )
+        except NO_MEMORY as error:
+            log.warning("prompt cache: a cache of %d bytes is not saved: %r", n_bytes, error)
+            return None
+        return save if self._writer.put(save) else None
+
+    def release(self, save: Save) -> None:
+        """The cache of a save is dropped. Until it is written, its memory counts as the disk cache's."""
+        self._writer.release(save)
 
     def _owner(self, scope: str) -> str:
         return f"{self._identity} {scope}" if scope else self._identity

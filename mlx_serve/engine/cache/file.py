@@ -1,9 +1,9 @@
-"""One prompt's KV cache as a file: its tokens, the layout of the cache, and the bytes of its arrays.
+"""A block of a prompt's KV cache as a file: its tokens, and the bytes of its arrays.
 
     magic and sizes | header, JSON | tokens | SHA-256 of what came | arrays | SHA-256 of all that came
 
 The first digest covers the header and the tokens, so the server can index files without reading arrays. Numbers are
-little-endian. Tokens are big-endian, so that they sort as bytes. Knows no MLX: state.py defines the header's layout.
+little-endian. Tokens are big-endian, so that they sort as bytes. Knows no MLX.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ import json
 import os
 import stat
 import struct
-import sys
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-T = TypeVar("T")
+from mlx_serve.engine.cache.form import Form, arrays_of, dumped, parsed
 
 TOKEN_BYTES = 4
+# The tokens of a full block. A prompt's cache is its full blocks and a last, shorter one.
+BLOCK_TOKENS = 256
+BLOCK_KEY_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 # The last digit is the format's version. Files of other versions count as damaged: version 1 could store a cache under
-# another prompt's tokens.
-_MAGIC = b"MLXKV\0\0\2"
+# another prompt's tokens, version 2 had all of a prompt's cache in one file.
+_MAGIC = b"MLXKV\0\0\3"
 _SIZES = struct.Struct("<8sIIQ")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MAX_HEADER_BYTES = 4 * 2**20
 # Cache files are never links. Whoever can write in the directory could place a link to files that this process must
 # not read or write.
 _OURS = os.O_NOFOLLOW | os.O_CLOEXEC
-# Files are written in pieces of this size, so that the writer can stop soon.
+# Files are read and written in pieces of this size, so that the thread can stop soon.
 _PIECE_BYTES = 8 * 2**20
 
 
@@ -47,32 +48,49 @@ class DamagedFileError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's header. ``key``: its tokens; ``n_bytes``: the bytes of its arrays."""
+    """A file's header.
 
-    identity: str
+    ``parent``: the name of the block before. ``key``: the tokens of this block. ``states``: the layers that can't be
+    cut back, as they are at its end (state.py describes them); a full block has none.
+    """
+
+    owner: str
+    form: Form
+    parent: str
     key: bytes
-    trimmable: bool
-    layout: list[Any]
-    n_bytes: int
+    states: list[Any]
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the arrays."""
+        n_tokens = len(self.key) // TOKEN_BYTES
+        return n_tokens * self.form.token_bytes + sum(array.n_bytes for array in arrays_of(self.states))
 
 
-def to_key(tokens: Sequence[int]) -> bytes:
+def to_key(tokens: Sequence[int] | NDArray[np.int64]) -> bytes:
     """Token ids as bytes with the same order and prefixes. Raises OverflowError below 0 and above 32 bits."""
-    ids = array("I", tokens)
-    if sys.byteorder == "little":
-        ids.byteswap()
-    return ids.tobytes()
+    ids = np.asarray(tokens, dtype=np.int64)
+    if len(ids) and (ids.min() < 0 or ids.max() >= 2 ** (8 * TOKEN_BYTES)):
+        raise OverflowError("a token id does not fit into 32 bits")
+    return ids.astype(">u4").tobytes()
 
 
-def from_key(key: bytes) -> NDArray[np.int64]:
-    """The token ids of a key."""
-    return np.frombuffer(key, dtype=">u4").astype(np.int64)
+def root_name(owner: str, form: str) -> str:
+    """The name that stands for the parent of a prompt's first block."""
+    digest = hashlib.sha256(f"{len(owner)} {owner} {form}".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def name(parent: str, key: bytes) -> str:
+    """The name of a block's file: a digest of all tokens up to its end, the model and the form."""
+    return hashlib.sha256(parent.encode() + key).hexdigest()
 
 
 def head(header: Header) -> bytes:
-    """The part of a file before its arrays. Raises ValueError when the header is not JSON or is too long."""
-    about = {"identity": header.identity, "trimmable": header.trimmable, "layout": header.layout}
-    text = json.dumps(about, separators=(",", ":")).encode()
+    """The part of a file before its arrays. Raises ValueError when the header is too long."""
+    about = {"owner": header.owner, "parent": header.parent, "states": header.states}
+    # The form is JSON already.
+    text = f'{{"form":{header.form.text},{dumped(about)[1:]}'.encode()
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes is over {_MAX_HEADER_BYTES}")
     start = _SIZES.pack(_MAGIC, len(text), len(header.key), header.n_bytes) + text + header.key
@@ -107,6 +125,32 @@ def create(path: Path) -> BinaryIO:
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OURS, 0o600), "wb")
 
 
+def read_header(path: Path) -> tuple[Header, int]:
+    """The header, and the file's size in bytes. Raises DamagedFileError and OSError."""
+    with _open(path) as file:
+        header, _ = _read_head(file)
+        return header, os.fstat(file.fileno()).st_size
+
+
+def read(path: Path, go_on: Callable[[], bool]) -> tuple[Header, memoryview] | None:
+    """The header, and the bytes of the arrays, if the digest of the whole file is right.
+
+    None when ``go_on`` returned False before the end. Raises DamagedFileError and OSError.
+    """
+    with _open(path) as file:
+        header, digest = _read_head(file)
+        data = memoryview(bytearray(header.n_bytes))
+        for start in range(0, len(data), _PIECE_BYTES):
+            if not go_on():
+                return None
+            piece = data[start : start + _PIECE_BYTES]
+            _fill(file, piece)
+            digest.update(piece)
+        if _exactly(file, _DIGEST_BYTES) != digest.digest():
+            raise DamagedFileError("its arrays have changed since it was written")
+        return header, data.toreadonly()
+
+
 def _open(path: Path) -> BufferedReader:
     """Open a cache file. Raises OSError, and DamagedFileError for a link or anything but a regular file."""
     try:
@@ -119,39 +163,6 @@ def _open(path: Path) -> BufferedReader:
         os.close(fd)
         raise DamagedFileError("it is not a regular file")
     return open(fd, "rb")
-
-
-def read_header(path: Path) -> tuple[Header, int]:
-    """The header, and the file's size in bytes. Raises DamagedFileError and OSError."""
-    with _open(path) as file:
-        header, _ = _read_head(file)
-        return header, os.fstat(file.fileno()).st_size
-
-
-def read(path: Path, decode: Callable[[Header, Callable[[int], bytearray]], T]) -> T:
-    """The result of ``decode``, which gets the header and takes the arrays' bytes piece by piece.
-
-    The result is returned only if the digest of the whole file is right. Raises DamagedFileError and OSError.
-    """
-    with _open(path) as file:
-        header, digest = _read_head(file)
-        left = header.n_bytes
-
-        def take(n: int) -> bytearray:
-            nonlocal left
-            if n > left:
-                raise DamagedFileError("its arrays are longer than it says")
-            left -= n
-            piece = _exactly(file, n)
-            digest.update(piece)
-            return piece
-
-        value = decode(header, take)
-        if left:
-            raise DamagedFileError("its arrays are shorter than it says")
-        if _exactly(file, _DIGEST_BYTES) != digest.digest():
-            raise DamagedFileError("its arrays have changed since it was written")
-        return value
 
 
 def _pieces(head: bytes, arrays: Iterable[bytes]) -> Iterator[bytes | memoryview]:
@@ -172,8 +183,10 @@ def _read_head(file: BufferedReader) -> tuple[Header, hashlib._Hash]:
         raise DamagedFileError("it is not a prompt cache of this version")
     # Lengths in the file are not trusted, and no memory is allocated for them, until they add up to the file's size.
     size = len(sizes) + n_header + n_key + n_bytes + 2 * _DIGEST_BYTES
-    if size != os.fstat(file.fileno()).st_size or n_header > _MAX_HEADER_BYTES or n_key % TOKEN_BYTES:
+    if size != os.fstat(file.fileno()).st_size or n_header > _MAX_HEADER_BYTES:
         raise DamagedFileError("its size is not what it says")
+    if n_key % TOKEN_BYTES or n_key > BLOCK_KEY_BYTES:
+        raise DamagedFileError("it has no right number of tokens")
     text, key = _exactly(file, n_header), _exactly(file, n_key)
     digest = hashlib.sha256(sizes)
     digest.update(text)
@@ -182,22 +195,33 @@ def _read_head(file: BufferedReader) -> tuple[Header, hashlib._Hash]:
     if seal != digest.digest():
         raise DamagedFileError("its header has changed since it was written")
     digest.update(seal)
-    return _parse(text, bytes(key), n_bytes), digest
+    header = _parse(text, bytes(key))
+    if header.n_bytes != n_bytes:
+        raise DamagedFileError("its arrays are not as long as its header says")
+    return header, digest
 
 
-def _parse(text: bytearray, key: bytes, n_bytes: int) -> Header:
+def _parse(text: bytearray, key: bytes) -> Header:
     try:
         about = json.loads(text)
-        return Header(str(about["identity"]), key, bool(about["trimmable"]), list(about["layout"]), n_bytes)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        form = parsed(dumped(about["form"]))
+        states = list(about["states"])
+        for _ in arrays_of(states):
+            pass  # Each array checks itself.
+        return Header(str(about["owner"]), form, str(about["parent"]), key, states)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedFileError(f"its header can't be read: {error!r}") from error
 
 
 def _exactly(file: BufferedReader, n: int) -> bytearray:
     data = bytearray(n)
-    if file.readinto(data) != n:
-        raise DamagedFileError("it ends too early")
+    _fill(file, memoryview(data))
     return data
+
+
+def _fill(file: BufferedReader, data: memoryview) -> None:
+    if file.readinto(data) != len(data):
+        raise DamagedFileError("it ends too early")
 
 
 def _sync(directory: Path) -> None:

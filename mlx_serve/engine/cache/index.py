@@ -1,40 +1,22 @@
-"""The index of cache files in memory: by tokens, and in the order of last use.
+"""The index of cache files in memory: a tree of blocks for each model and form, and the order of last use.
 
-Opens no file, takes no lock, knows no MLX. Tokens are keys made by ``file.to_key``: bytes in token order. So among
-sorted keys, the one with the longest common prefix is always a neighbour.
+    root --[256 tokens]--[256 tokens]--[256 tokens]--[40 tokens]
+                              \\--------[256 tokens]--[7 tokens]
+
+A path from the root holds the cache of its tokens. Blocks that prompts share exist once. Opens no file, takes no lock,
+knows no MLX. Keys are made by ``file.to_key``: bytes in token order. So among sorted keys, the one with the longest
+common prefix is always a neighbour.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from mlx_serve.engine.cache.file import TOKEN_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One file: its tokens (``key``), its model, and its bytes on disk."""
-
-    identity: str
-    key: bytes
-    trimmable: bool
-    path: Path
-    size: int
-
-    @property
-    def n_tokens(self) -> int:
-        """How many tokens the cache holds."""
-        return len(self.key) // TOKEN_BYTES
-
-    def covers(self, other: Entry) -> bool:
-        """Whether this file makes the other one useless."""
-        if self.identity != other.identity:
-            return False
-        return self.key == other.key or (self.trimmable and other.trimmable and self.key.startswith(other.key))
+from mlx_serve.engine.cache.file import BLOCK_KEY_BYTES, TOKEN_BYTES, root_name
+from mlx_serve.engine.cache.form import Form
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
@@ -55,6 +37,9 @@ class SortedKeys:
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def add(self, key: bytes) -> None:
         """Add a key that is not there yet."""
@@ -88,87 +73,180 @@ class SortedKeys:
         return self._keys[at] if at < len(self._keys) and self._keys[at].startswith(key) else None
 
 
-@dataclass(slots=True)
-class _Shelf:
-    """The files of one model. Trimmable ones are in a list of their own: only they can be reused in part."""
+@dataclass(slots=True, eq=False)
+class Block:
+    """A file, or the root of a tree. ``key``: its own tokens. Only a full block has blocks behind it."""
 
-    entries: dict[bytes, Entry] = field(default_factory=dict)
-    every: SortedKeys = field(default_factory=SortedKeys)
-    trimmable: SortedKeys = field(default_factory=SortedKeys)
+    name: str
+    owner: str
+    form: Form
+    key: bytes = b""
+    parent: Block | None = None
+    size: int = 0
+    end: int = 0
+    keys: SortedKeys = field(default_factory=SortedKeys)
+    behind: dict[bytes, Block] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether other blocks may follow it."""
+        return len(self.key) == BLOCK_KEY_BYTES
+
+    @property
+    def start(self) -> int:
+        """How many tokens are before it."""
+        return self.end - len(self.key) // TOKEN_BYTES
+
+    def path(self) -> list[Block]:
+        """The blocks from the first one to this one."""
+        found, block = [], self
+        while block.parent is not None:
+            found.append(block)
+            block = block.parent
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """Blocks that hold the first ``n_tokens`` of a prompt. Of the last one, perhaps only a part."""
+
+    blocks: tuple[Block, ...]
+    n_tokens: int
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of the files."""
+        return sum(block.size for block in self.blocks)
 
 
 class CacheIndex:
-    """All files of a directory, with their sum of bytes."""
+    """All blocks of a directory, with their sum of bytes."""
 
     def __init__(self) -> None:
-        self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)
-        self._by_use: OrderedDict[Path, Entry] = OrderedDict()
+        self._roots: dict[str, dict[str, Block]] = {}
+        self._by_use: OrderedDict[str, Block] = OrderedDict()
         self.total_bytes = 0
 
     def __len__(self) -> int:
         return len(self._by_use)
 
-    def add(self, entry: Entry) -> None:
-        """Add a file as the most recently used one. It replaces a file with the same tokens."""
-        shelf = self._shelves[entry.identity]
-        if (former := shelf.entries.get(entry.key)) is not None:
-            self.remove(former)
-        shelf = self._shelves[entry.identity]
-        shelf.entries[entry.key] = entry
-        shelf.every.add(entry.key)
-        if entry.trimmable:
-            shelf.trimmable.add(entry.key)
-        self._by_use[entry.path] = entry
-        self.total_bytes += entry.size
+    def __contains__(self, block: Block) -> bool:
+        return self._by_use.get(block.name) is block
 
-    def remove(self, entry: Entry) -> None:
-        """Remove a file from the index, if it is there."""
-        if self._by_use.get(entry.path) is not entry:
-            return
-        del self._by_use[entry.path]
-        self.total_bytes -= entry.size
-        shelf = self._shelves[entry.identity]
-        del shelf.entries[entry.key]
-        shelf.every.remove(entry.key)
-        if entry.trimmable:
-            shelf.trimmable.remove(entry.key)
-        if not shelf.entries:
-            del self._shelves[entry.identity]
+    def root(self, owner: str, form: Form) -> Block:
+        """The root of the tree for a model and a form."""
+        found = self._roots.get(owner, {}).get(form.text)
+        return found or Block(root_name(owner, form.text), owner, form)
 
-    def touch(self, entry: Entry) -> None:
-        """Make a file the most recently used one."""
-        if entry.path in self._by_use:
-            self._by_use.move_to_end(entry.path)
+    def add(self, block: Block) -> None:
+        """Add a block as the most recently used one, behind a parent that is a root or was added."""
+        assert block.parent is not None
+        if block.parent.parent is None:
+            # Of the roots that ``root`` has made for this tree, the first one stays.
+            block.parent = self._roots.setdefault(block.owner, {}).setdefault(block.form.text, block.parent)
+        block.parent.keys.add(block.key)
+        block.parent.behind[block.key] = block
+        self._by_use[block.name] = block
+        self.total_bytes += block.size
 
-    def oldest(self) -> Entry | None:
-        """The least recently used file."""
+    def remove(self, block: Block) -> list[Block]:
+        """Remove a block and those behind it, which nothing can reach then. Returns what was there."""
+        if block not in self:
+            return []
+        removed = [block]
+        for one in removed:
+            removed += one.behind.values()
+        for one in reversed(removed):
+            assert one.parent is not None
+            del self._by_use[one.name]
+            self.total_bytes -= one.size
+            one.parent.keys.remove(one.key)
+            del one.parent.behind[one.key]
+        root = block.parent
+        assert root is not None
+        if root.parent is None and not root.behind:
+            del self._roots[root.owner][root.form.text]
+            if not self._roots[root.owner]:
+                del self._roots[root.owner]
+        return removed
+
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Make the blocks of a path the most recently used ones, the first of the path last.
+
+        So a block is never used less recently than those behind it, and the oldest block has none.
+        """
+        for block in reversed(blocks):
+            if block in self:
+                self._by_use.move_to_end(block.name)
+
+    def oldest(self) -> Block | None:
+        """The least recently used block."""
         return next(iter(self._by_use.values()), None)
 
-    def best(self, identity: str, key: bytes, *, trimmable: bool) -> tuple[Entry, int] | None:
-        """The file that covers most leading tokens of ``key`` (of equals the smaller one), and how many it covers."""
-        shelf = self._shelves.get(identity)
-        if shelf is None:
-            return None
-        whole = next(shelf.every.prefixes(key), None)
-        found = [(shelf.entries[whole], shelf.entries[whole].n_tokens)] if whole is not None else []
-        if trimmable:
-            found += [(shelf.entries[near], common_tokens(near, key)) for near in shelf.trimmable.neighbours(key)]
-        best = max(found, key=lambda pair: (pair[1], -pair[0].size), default=None)
-        return best if best is not None and best[1] else None
+    def best(self, owner: str, key: bytes) -> Path | None:
+        """The blocks that cover most leading tokens of ``key``; None when they cover none.
 
-    def covering(self, entry: Entry) -> Entry | None:
-        """A file that makes ``entry`` useless."""
-        shelf = self._shelves.get(entry.identity)
-        if shelf is None:
-            return None
-        if (same := shelf.entries.get(entry.key)) is not None:
-            return same
-        longer = shelf.trimmable.extension(entry.key) if entry.trimmable else None
-        return shelf.entries[longer] if longer is not None else None
+        A whole form covers the longest common prefix. Any other covers the tokens up to the end of a last block, which
+        has the states of the other layers.
+        """
+        found = [_best(root, key) for root in self._roots.get(owner, {}).values()]
+        best = max((path for path in found if path is not None), key=lambda path: path.n_tokens, default=None)
+        return best if best is not None and best.n_tokens else None
 
-    def covered(self, entry: Entry) -> list[Entry]:
-        """The files that ``entry`` makes useless, without itself."""
-        shelf = self._shelves.get(entry.identity)
-        if shelf is None or not entry.trimmable:
+    def full(self, owner: str, form: Form, key: bytes) -> list[Block]:
+        """The root of a tree, and the full blocks that hold the first tokens of ``key``, in order."""
+        root = self.root(owner, form)
+        return [root, *_full(root, key)]
+
+    def holds_last(self, parent: Block, key: bytes) -> bool:
+        """Whether the blocks behind ``parent`` make a last block with these tokens needless."""
+        if not parent.form.whole:
+            return key in parent.behind
+        return not key or parent.keys.extension(key) is not None
+
+    def needless(self, block: Block) -> list[Block]:
+        """The last blocks that this one makes needless."""
+        if not block.form.whole or block.parent is None:
             return []
-        return [shelf.entries[key] for key in shelf.trimmable.prefixes(entry.key) if key != entry.key]
+        found = [block.parent.behind[key] for key in block.parent.keys.prefixes(block.key)]
+        return [other for other in found if not other.is_full and other is not block]
+
+
+def _full(root: Block, key: bytes) -> list[Block]:
+    blocks: list[Block] = []
+    block = root
+    for start in range(0, len(key) - BLOCK_KEY_BYTES + 1, BLOCK_KEY_BYTES):
+        found = block.behind.get(key[start : start + BLOCK_KEY_BYTES])
+        if found is None:
+            break
+        blocks.append(found)
+        block = found
+    return blocks
+
+
+def _best(root: Block, key: bytes) -> Path | None:
+    blocks = _full(root, key)
+    if root.form.whole:
+        return _with_part(root, blocks, key)
+    for n in range(len(blocks), -1, -1):
+        block = blocks[n - 1] if n else root
+        rest = key[n * BLOCK_KEY_BYTES : (n + 1) * BLOCK_KEY_BYTES]
+        for last in block.keys.prefixes(rest):
+            if len(last) < BLOCK_KEY_BYTES:
+                found = block.behind[last]
+                return Path((*blocks[:n], found), found.end)
+    return None
+
+
+def _with_part(root: Block, blocks: list[Block], key: bytes) -> Path:
+    """The path of full blocks, and the block behind them that has most of the next tokens."""
+    block = blocks[-1] if blocks else root
+    n = len(blocks) * BLOCK_KEY_BYTES
+    rest = key[n : n + BLOCK_KEY_BYTES]
+    # Of blocks with the same part, the shorter one is read.
+    near = block.keys.neighbours(rest)
+    nearest = max(near, key=lambda key: (common_tokens(key, rest), -len(key)), default=b"")
+    shared = common_tokens(nearest, rest)
+    if not shared:
+        return Path(tuple(blocks), block.end)
+    return Path((*blocks, block.behind[nearest]), block.end + shared)

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -173,6 +173,29 @@ def bare_state(layer: Any) -> Any:
     if isinstance(layer, ConcatenateKVCache):
         return tuple(array[..., : layer.offset, :] for array in layer.state)
     return (*layer.keys_and_values(), *islice(layer.state, 2, None))
+
+
+def grown(layer: Any, n_tokens: int) -> tuple[Any, list[Any]] | None:
+    """The arrays of a layer's cache that grow with the tokens, and its settings; None: it has other state.
+
+    The arrays are keys and values, cut to the tokens in use, with the token axis last but one. Both are None if the
+    model does not use the layer. Any first part of these arrays is the cache of the first tokens.
+    """
+    if not isinstance(layer, _GROWING) or not _can_trim(layer):
+        return None
+    keys, values, *others = bare_state(layer)
+    arrays = [array for _, array in tree_flatten([keys, values]) if array is not None]
+    if any(array.ndim < 2 or array.shape[-2] != n_tokens for array in arrays):
+        return None
+    # The first of the others is the number of tokens.
+    return (keys, values), others[1:]
+
+
+def regrown(kind_name: str, arrays: Any, n_tokens: int, settings: Sequence[Any]) -> Any:
+    """A single cache from what ``grown`` has returned. Raises KeyError for an unknown type."""
+    if kind_name == ConcatenateKVCache.__name__:
+        return made(kind_name, arrays)
+    return made(kind_name, (*arrays, n_tokens if arrays[0] is not None else 0, *settings))
 
 
 def is_quantized(layer: Any) -> bool:

@@ -7,7 +7,7 @@ a second for a prompt of 30,000 tokens, while every stream waits (docs/decisions
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ import mlx.core as mx
 from numpy.lib.stride_tricks import sliding_window_view
 
 from mlx_serve.engine.cache.checkpoints import MIN_APART, Checkpoint, cut, reach_of, up_to
-from mlx_serve.engine.cache.disk import DiskTier, FoundFile
-from mlx_serve.engine.cache.kinds import can_trim, holds, packed, take_back, unpacked
+from mlx_serve.engine.cache.disk import DiskTier
+from mlx_serve.engine.cache.kinds import can_trim, holds, packed, unpacked
+from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefix_tree import (
     Ids,
     Node,
@@ -28,6 +29,7 @@ from mlx_serve.engine.cache.prefix_tree import (
     members_in_common,
     shared_tokens,
 )
+from mlx_serve.engine.cache.writer import Save
 
 __all__ = ["Ids", "PrefixCache", "PromptPlace", "as_ids", "common", "is_whole"]
 
@@ -49,7 +51,8 @@ _MIN_FROM_DISK = 128
 class _KeptPrefix:
     """A cache of exactly ``ids``. The first ``n_prompt`` of them came from a client, the rest is an answer.
 
-    ``trims``: it can be cut back to any number of tokens; else it can be to its ``checkpoints``.
+    ``trims``: it can be cut back to any number of tokens; else it can be to its ``checkpoints``. ``saves`` write it to
+    disk.
     """
 
     ids: Ids
@@ -58,6 +61,7 @@ class _KeptPrefix:
     n_prompt: int
     number: int
     checkpoints: Sequence[Checkpoint]
+    saves: list[Save] = field(default_factory=list)
     node: Node[_KeptPrefix] = field(init=False)
     trims: bool = field(init=False)
     n_bytes: int = field(init=False)
@@ -95,8 +99,6 @@ class PromptPlace:
     ids: Ids
     scope: str
     node: Node[_KeptPrefix]
-    # How many leading tokens the best file covered when it was first asked for.
-    n_on_disk: int | None = None
 
     def common(self, other: PromptPlace) -> int:
         """How many leading tokens two prompts have in common; 0 if they are of different scopes."""
@@ -114,24 +116,16 @@ class PrefixCache:
     in line, and all ranks must evict alike. What an owner has claimed is part of that job's memory: it is not evicted,
     and neither counted in ``n_bytes`` nor in the number of caches.
 
-    ``trimmable``: any prefix of a cache of this model can be used, however long the cache is. ``bits``: caches are
-    quantized while they are kept, here and in files. A cache is stored and
-    reused only if its length equals its number of tokens: any other length would silently give wrong tokens. A prompt
-    never uses the caches of another scope, because the number of cached tokens would reveal what others have sent.
+    ``bits``: caches are quantized while they are kept, here and in files. A cache is stored and reused only if its
+    length equals its number of tokens: any other length would silently give wrong tokens. A prompt never uses the
+    caches of another scope, because the number of cached tokens would reveal what others have sent.
     """
 
     def __init__(
-        self,
-        max_sequences: int,
-        max_bytes: int | None,
-        *,
-        trimmable: bool = True,
-        bits: int | None = None,
-        tier: DiskTier | None = None,
+        self, max_sequences: int, max_bytes: int | None, *, bits: int | None = None, tier: DiskTier | None = None
     ) -> None:
         self._max_sequences = max_sequences
         self._max_bytes = max_bytes
-        self._trimmable = trimmable
         self._bits = bits
         self._tier = tier
         # The least recently used first.
@@ -148,6 +142,11 @@ class PrefixCache:
         self.n_evicted = 0
         # This number changes whenever the result of ``covers`` may change.
         self.version = 0
+
+    @property
+    def unkept_bytes(self) -> int:
+        """The bytes of dropped caches that stay in memory until they are on disk. Any thread."""
+        return self._tier.unkept_bytes if self._tier is not None else 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -166,12 +165,21 @@ class PrefixCache:
 
     def covers(self, place: PromptPlace) -> int:
         """How many leading tokens ``fetch`` would cover. Never the whole prompt: mlx-lm needs one token."""
-        n = self._best(place.node.path(), len(place.ids))[1]
+        return self._best(place.node.path(), len(place.ids))[1]
+
+    def load(self, ids: Ids, scope: str, n_held: int, prefill_s: Callable[[int], float]) -> Loading | None:
+        """Begin to load what files hold of a prompt, if that is worth it. Then it is kept like any other cache.
+
+        ``n_held``: the tokens that the prompt can reuse without. ``prefill_s``: how long so many tokens would take.
+        """
         if self._tier is None:
-            return n
-        if place.n_on_disk is None:
-            place.n_on_disk = self._tier.covers(place.ids[:-1].tolist(), place.scope, trimmable=self._trimmable)
-        return place.n_on_disk if _is_worth_reading(place.n_on_disk, n) else n
+            return None
+
+        def keep(cache: list[Any], n: int) -> None:
+            if is_whole(cache, n):
+                self._add(ids[:n], scope, cache)
+
+        return self._tier.load(ids[:-1], scope, keep, n_held=n_held, least=_MIN_FROM_DISK, prefill_s=prefill_s)
 
     def fetch(
         self, ids: Ids, scope: str = "", owner: Hashable = None
@@ -181,9 +189,6 @@ class PrefixCache:
         An owner gets the cache itself if it can claim it, else a copy; without an owner it is a copy.
         """
         entry, n = self._best(self._tree.walk(ids, scope), len(ids))
-        if (found := self._on_disk(ids, scope, n)) is not None:
-            self._read(ids, scope, found)
-            entry, n = self._best(self._tree.walk(ids, scope), len(ids))
         is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids)
         if entry is not None and is_own:
             self._drop(entry)
@@ -224,8 +229,11 @@ class PrefixCache:
             for layer in cache:
                 # One after the other: all at once would need more memory.
                 mx.eval(layer.state)
-        if self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=as_it_is) and self._tier is not None:
-            self._tier.save(ids.tolist(), scope, cache)
+        entry = self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=as_it_is)
+        if entry is not None and self._tier is not None:
+            entry.saves = self._save(self._tier, entry)
+            if entry not in self._entries:
+                self._release(entry)
 
     def pin(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
         """Evict the cache that ``fetch`` would use for this prompt after all others. It replaces the owner's pin."""
@@ -321,8 +329,8 @@ class PrefixCache:
         checkpoints: Sequence[Checkpoint] = (),
         *,
         as_it_is: bool = False,
-    ) -> bool:
-        """Add a cache. False when another entry already covers it."""
+    ) -> _KeptPrefix | None:
+        """Add a cache. None when another entry already covers it."""
         n_prompt = len(ids) if n_prompt is None else n_prompt
         entry = _KeptPrefix(ids, scope, cache, n_prompt, self._n_added, checkpoints)
         others = members_in_common(self._tree.walk(ids, scope))
@@ -330,7 +338,7 @@ class PrefixCache:
             covers = n == len(ids) == other.reach(n) and (other.checkpoints or not entry.checkpoints)
             if covers and (self._bits is None or not as_it_is):
                 self._touch(other)
-                return False
+                return None
         self._n_added += 1
         self._put_into_tree(entry)
         self.version += 1
@@ -340,7 +348,7 @@ class PrefixCache:
                 self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is other})
                 self._drop(other)
         self._keep(entry)
-        return True
+        return entry
 
     def _put_into_tree(self, entry: _KeptPrefix) -> None:
         entry.node = self._tree.place(entry.ids, entry.scope)
@@ -364,6 +372,28 @@ class PrefixCache:
         self.n_evicted += 1
 
     def _drop(self, entry: _KeptPrefix) -> None:
+        self._remove(entry)
+        self._release(entry)
+
+    @staticmethod
+    def _save(tier: DiskTier, entry: _KeptPrefix) -> list[Save]:
+        """Write a cache to disk, and its first and last checkpoints of those where prompts are likely to part."""
+        saves = [tier.save(entry.ids, entry.scope, entry.cache)]
+        stops = [one for one in entry.checkpoints if one.is_stop]
+        for stop in dict.fromkeys(stops[:1] + stops[-1:]):
+            ids = entry.ids[: stop.n_tokens]
+            if not tier.holds(ids, entry.scope):
+                cache = cut(entry.cache, len(entry.ids), entry.checkpoints, stop.n_tokens)
+                saves.append(tier.save(ids, entry.scope, cache))
+        return [save for save in saves if save is not None]
+
+    def _release(self, entry: _KeptPrefix) -> None:
+        """Say that from now on only the save keeps the cache in memory, if there is one."""
+        if self._tier is not None:
+            for save in entry.saves:
+                self._tier.release(save)
+
+    def _remove(self, entry: _KeptPrefix) -> None:
         if entry in self._entries:
             self._uncount(entry)
         for owners in (self._pins, self._claims):
@@ -377,33 +407,11 @@ class PrefixCache:
         del self._entries[entry]
         self.n_bytes -= entry.n_bytes
 
-    def _on_disk(self, ids: Ids, scope: str, n_in_memory: int) -> FoundFile | None:
-        """The best file, if it covers enough more tokens than memory to be worth reading."""
-        if self._tier is None:
-            return None
-        found = self._tier.find(ids[:-1].tolist(), scope, trimmable=self._trimmable)
-        return found if found is not None and _is_worth_reading(found.n_tokens, n_in_memory) else None
-
-    def _read(self, ids: Ids, scope: str, found: FoundFile) -> None:
-        """Load the cache of a file into memory."""
-        assert self._tier is not None
-        n, n_held = found.n_tokens, len(found.held)
-        cache = self._tier.load(found)
-        if cache is None or not is_whole(cache, n_held) or common(found.held, ids) < n:
-            return
-        if n_held > n:
-            take_back(cache, n_held - n)
-        self._add(ids[:n], scope, cache)
-
 
 def _makes_useless(entry: _KeptPrefix, other: _KeptPrefix, n_common: int) -> bool:
     if n_common < len(other.ids) and not other.is_replaced_by(entry.ids, n_common):
         return False
     return entry.reach(n_common) > max(0, other.reach(n_common) - MIN_APART)
-
-
-def _is_worth_reading(n_on_disk: int, n_in_memory: int) -> bool:
-    return n_on_disk >= n_in_memory + _MIN_FROM_DISK
 
 
 def is_whole(cache: list[Any], n_tokens: int) -> bool:

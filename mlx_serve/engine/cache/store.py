@@ -1,72 +1,54 @@
 """The directory of cache files: its index, its lock, and its limit of bytes.
 
-    worker thread:  find, read, covers, admit, put
-    writer thread:  make room -> write whole or not at all -> index -> remove what the new file makes useless
-
-The writer handles bytes only; this module knows no MLX. An error with a file loses that file and never fails a request.
-file.py defines the format of a file.
+The threads of writer.py and reader.py work in it; the MLX thread only looks into the index. Handles bytes only and
+knows no MLX. An error with a file loses that file and never fails a request. file.py defines the format of a file.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import re
 import stat
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from threading import Condition, Thread
-from typing import Literal, TypeAlias, TypeVar, get_args
+from threading import Lock
+from typing import Any, Literal, TypeAlias, get_args
 
 from mlx_serve.engine.cache import file as cache_file
-from mlx_serve.engine.cache.file import DamagedFileError, Header
-from mlx_serve.engine.cache.index import CacheIndex, Entry
+from mlx_serve.engine.cache.file import TOKEN_BYTES, DamagedFileError, Header
+from mlx_serve.engine.cache.form import Form
+from mlx_serve.engine.cache.index import Block, CacheIndex
+from mlx_serve.engine.cache.index import Path as BlockPath
 from mlx_serve.values import StartError
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-Count: TypeAlias = Literal["loaded", "written", "evicted", "damaged", "failed", "skipped_busy", "skipped_large"]
+Count: TypeAlias = Literal[
+    "loaded", "written", "bytes_written", "evicted", "damaged", "failed", "given_up", "skipped_busy", "skipped_large"
+]
 
 _LOCK_NAME = "lock"
 _OUR_NAMES = re.compile(r"[0-9a-f]{64}\.(kv|tmp)", re.ASCII)
-# Copies that wait for the disk may take this part of the machine's memory.
-_PENDING_SHARE = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    entry: Entry
-    head: bytes
-    arrays: list[bytes]
 
 
 class CacheStore:
-    """All cache files of one server, at most ``max_bytes``. The least recently used file is removed first.
+    """All cache files of one server, at most ``max_bytes``. The least recently used block is removed first.
 
-    At most ``max_pending_bytes`` (by default an eighth of the machine's memory) wait for the disk. Raises StartError
-    when the directory can't be used, or another server uses it.
+    Raises StartError when the directory can't be used, or another server uses it. Any thread, unless a docstring says
+    otherwise.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, *, max_pending_bytes: int | None = None) -> None:
+    def __init__(self, directory: Path, max_bytes: int) -> None:
         self._directory = directory
-        self._max_bytes = max_bytes
-        self._max_pending_bytes = _memory_bytes() // _PENDING_SHARE if max_pending_bytes is None else max_pending_bytes
-        # Guards the attributes below. No thread reads or writes a file while holding it.
-        self._changed = Condition()
+        self.max_bytes = max_bytes
+        # Guards the index and the counts. No thread reads or writes a file while holding it.
+        self._guard = Lock()
         self._index = CacheIndex()
         self._counts: dict[Count, int] = dict.fromkeys(get_args(Count), 0)
-        self._queue: deque[_Pending] = deque()
-        self._writing: _Pending | None = None
-        self._pending_bytes = 0
-        self._closing = False
-        self._abandoned = False
         self._failing = False
         self._lock = _claim(directory)
         try:
@@ -74,243 +56,253 @@ class CacheStore:
         except OSError as error:
             os.close(self._lock)
             raise _unusable(directory, error) from error
-        # A daemon thread, because a disk that hangs must not keep the process from ending.
-        self._writer = Thread(target=self._write_all, name="cache-writer", daemon=True)
-        self._writer.start()
 
     def counts(self) -> dict[str, int]:
-        """What has happened so far, and ``files``, ``bytes`` and ``pending_bytes`` of now. Any thread."""
-        with self._changed:
-            now = {"files": len(self._index), "bytes": self._index.total_bytes, "pending_bytes": self._pending_bytes}
+        """What has happened so far, and ``files`` and ``bytes`` of now."""
+        with self._guard:
+            now = {"files": len(self._index), "bytes": self._index.total_bytes}
             return now | {str(name): n for name, n in self._counts.items()}
 
-    def flush(self, timeout_s: float) -> bool:
-        """Wait until every saved cache is written or dropped. False when it took longer."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._queue and self._writing is None, timeout_s)
+    def count(self, name: Count, n: int = 1) -> None:
+        """Add to a count."""
+        with self._guard:
+            self._counts[name] += n
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Accept nothing more, wait for pending writes, and unlock the directory. May be called twice.
-
-        After ``timeout_s`` the writer is told to stop, and gets the same time again to do so.
-        """
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        self._writer.join(timeout_s)
-        if self._writer.is_alive():
-            log.warning("prompt cache: %d bytes were not written in %g s", self.counts()["pending_bytes"], timeout_s)
-            self._abandoned = True
-            self._writer.join(timeout_s)
-        # While the writer hangs, the directory stays locked. The lock ends with the process.
-        if self._lock >= 0 and not self._writer.is_alive():
+    def close(self) -> None:
+        """Unlock the directory. May be called twice."""
+        if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
-    # Methods for tiers, on the worker thread.
+    # The index. These calls open no file.
 
-    def find(self, identity: str, key: bytes, *, trimmable: bool) -> tuple[Entry, int] | None:
-        """The best file for a prompt, and how many of its leading tokens it covers."""
-        with self._changed:
-            return self._index.best(identity, key, trimmable=trimmable)
+    def find(self, owner: str, key: bytes) -> BlockPath | None:
+        """The blocks that cover most leading tokens of a prompt."""
+        with self._guard:
+            return self._index.best(owner, key)
 
-    def read(self, entry: Entry, decode: Callable[[Header, Callable[[int], bytearray]], T]) -> T | None:
-        """The result of ``decode`` on a file (see ``file.read``); None when the file is gone or damaged."""
+    def full(self, owner: str, form: Form, key: bytes) -> list[Block]:
+        """The root for a model and a form, and the full blocks that hold the first tokens of ``key``."""
+        with self._guard:
+            return self._index.full(owner, form, key)
+
+    def holds_last(self, parent: Block, key: bytes) -> bool:
+        """Whether the files make a last block behind ``parent`` needless."""
+        with self._guard:
+            return self._index.holds_last(parent, key)
+
+    def use(self, blocks: Sequence[Block]) -> None:
+        """Note a use of a path, until the next start."""
+        with self._guard:
+            self._index.touch(blocks)
+
+    # The writer's and the reader's threads.
+
+    def read(self, block: Block, go_on: Callable[[], bool]) -> tuple[Header, memoryview] | None:
+        """A file's header and arrays; None when it is gone or damaged, or ``go_on`` returned False."""
+        path = self._path(block.name)
         try:
-            value = cache_file.read(entry.path, decode)
+            found = cache_file.read(path, go_on)
+            if found is not None:
+                _check(found[0], block)
         except FileNotFoundError:
-            self._forget(entry)
-            return None
+            self._drop(block)
         except DamagedFileError as error:
-            self._forget(entry)
-            self._drop_damaged(entry.path, error)
-            return None
+            self._report_damage(path, error)
+            self._drop(block)
         except OSError as error:
             if error.errno == errno.EIO:
-                self._forget(entry)
-                self._drop_damaged(entry.path, error)
+                self._report_damage(path, error)
+                self._drop(block)
             else:
                 # The file may be intact: the process may be out of descriptors, for example.
-                self._count_failure("read", error)
+                self._report_failure("read", error)
+        else:
+            return found
+        return None
+
+    def write(
+        self, parent: Block, key: bytes, states: list[Any], arrays: Iterable[bytes], go_on: Callable[[], bool]
+    ) -> Block | None:
+        """Write a block behind another one; None: it was not written. The writer's thread."""
+        header = Header(parent.owner, parent.form, parent.name, key, states)
+        head = cache_file.head(header)
+        name = cache_file.name(parent.name, key)
+        size = cache_file.file_size(head, header.n_bytes)
+        block = Block(name, parent.owner, parent.form, key, parent, size, parent.end + len(key) // TOKEN_BYTES)
+        try:
+            with self._guard:
+                needless = self._index.needless(block)
+            self._make_room(size, needless)
+            if not self._has(parent) or not cache_file.write(self._path(name), head, arrays, go_on):
+                return None
+            if not self._add(block):
+                return None
+            for former in needless:
+                self._remove(former)
+        except OSError as error:
+            self._report_failure("write", error)
             return None
-        self._touch(entry)
-        with self._changed:
-            self._counts["loaded"] += 1
-        return value
+        return block
 
-    def entry(self, identity: str, key: bytes, *, trimmable: bool, size: int = 0) -> Entry:
-        """The file that a prompt has or would have."""
-        return Entry(identity, key, trimmable, self._directory / _name(identity, key), size)
+    def touch(self, blocks: Sequence[Block]) -> None:
+        """Note a use of a path in the index, and in the files' times for the next start."""
+        self.use(blocks)
+        now = time.time_ns()
+        try:
+            for block in blocks:
+                os.utime(self._path(block.name), ns=(now, now), follow_symlinks=False)
+        except FileNotFoundError:
+            # Whoever reads the file next finds out.
+            return
+        except OSError as error:
+            self._report_failure("write", error)
 
-    def covers(self, entry: Entry) -> bool:
-        """Whether a file, written or pending, makes ``entry`` useless. This counts as a use of that file."""
-        with self._changed:
-            waiting = [*self._queue, *([self._writing] if self._writing else [])]
-            if any(pending.entry.covers(entry) for pending in waiting):
-                return True
-            found = self._index.covering(entry)
-        return found is not None and self._touch(found)
+    def _has(self, parent: Block) -> bool:
+        with self._guard:
+            return parent.parent is None or parent in self._index
 
-    def admit(self, entry: Entry) -> bool:
-        """Whether ``entry`` may be queued; a refusal is counted. Pending files that it makes useless are dropped."""
-        with self._changed:
-            useless = [pending for pending in self._queue if entry.covers(pending.entry)]
-            rest_bytes = self._pending_bytes - sum(pending.entry.size for pending in useless)
-            if entry.size > min(self._max_bytes, self._max_pending_bytes):
-                self._counts["skipped_large"] += 1
-                return False
-            if self._closing or rest_bytes + entry.size > self._max_pending_bytes:
-                self._counts["skipped_busy"] += 1
-                return False
-            for pending in useless:
-                self._queue.remove(pending)
-            self._pending_bytes = rest_bytes
-            return True
-
-    def put(self, entry: Entry, head: bytes, arrays: list[bytes]) -> None:
-        """Queue a file for writing."""
-        with self._changed:
-            self._queue.append(_Pending(entry, head, arrays))
-            self._pending_bytes += entry.size
-            self._changed.notify_all()
+    def _add(self, block: Block) -> bool:
+        assert block.parent is not None
+        with self._guard:
+            is_reachable = block.parent.parent is None or block.parent in self._index
+            if is_reachable:
+                self._index.add(block)
+                self._counts["written"] += 1
+                self._counts["bytes_written"] += block.size
+            failed_before, self._failing = self._failing, False
+        if failed_before:
+            log.info("prompt cache: files are written again")
+        if not is_reachable:
+            self._path(block.name).unlink(missing_ok=True)
+        return is_reachable
 
     # Start-up.
 
     def _scan(self) -> None:
         """Index the files by their headers. The lock is held, so any temporary file is left over from a crash."""
-        found: list[tuple[int, Entry]] = []
+        found: dict[str, tuple[Header, int, int]] = {}
         for file in os.scandir(self._directory):
             match = _OUR_NAMES.fullmatch(file.name)
             if match is None or not file.is_file(follow_symlinks=False):
                 continue
             if match[1] == "tmp":
                 Path(file.path).unlink()
-            elif (entry := self._indexed(Path(file.path))) is not None:
-                found.append((file.stat().st_mtime_ns, entry))
-        for _, entry in sorted(found, key=lambda pair: pair[0]):
-            self._index.add(entry)
+            elif (read := self._header(Path(file.path))) is not None:
+                found[Path(file.name).stem] = (*read, file.stat(follow_symlinks=False).st_mtime_ns)
+        blocks = self._trees(found)
+        for name in found.keys() - blocks.keys():
+            log.debug("prompt cache: %s is removed: the block before it is gone", name)
+            self._path(name).unlink(missing_ok=True)
+        # A block was used whenever one behind it was.
+        used = {name: found[name][2] for name in blocks}
+        for block in sorted(blocks.values(), key=lambda block: -block.end):
+            if block.parent is not None and block.parent.name in used:
+                used[block.parent.name] = max(used[block.parent.name], used[block.name])
+        self._index.touch(sorted(blocks.values(), key=lambda block: (-used[block.name], block.end)))
         self._make_room(0)
-        log.info("prompt cache: %d files, %d bytes in %s", len(found), self._index.total_bytes, self._directory)
+        log.info("prompt cache: %d files, %d bytes in %s", len(blocks), self._index.total_bytes, self._directory)
 
-    def _indexed(self, path: Path) -> Entry | None:
+    def _trees(self, found: dict[str, tuple[Header, int, int]]) -> dict[str, Block]:
+        """Index the files that can be reached from a root."""
+        behind: dict[str, list[str]] = {}
+        for name, (header, *_) in found.items():
+            behind.setdefault(header.parent, []).append(name)
+        blocks: dict[str, Block] = {}
+        parents = []
+        for header, *_ in found.values():
+            root = self._index.root(header.owner, header.form)
+            if header.parent == root.name:
+                parents.append(root)
+        while parents:
+            parent = parents.pop()
+            for name in behind.pop(parent.name, []):
+                header, size, _ = found[name]
+                if (header.owner, header.form) != (parent.owner, parent.form):
+                    continue
+                end = parent.end + len(header.key) // TOKEN_BYTES
+                blocks[name] = block = Block(name, parent.owner, parent.form, header.key, parent, size, end)
+                self._index.add(block)
+                if block.is_full:
+                    parents.append(block)
+        return blocks
+
+    def _header(self, path: Path) -> tuple[Header, int] | None:
         try:
             header, size = cache_file.read_header(path)
-            if path.name != _name(header.identity, header.key):
+            if path.stem != cache_file.name(header.parent, header.key):
                 raise DamagedFileError("it is named as another prompt's")
         except DamagedFileError as error:
-            self._drop_damaged(path, error)
+            self._report_damage(path, error)
+            self._unlink(path)
             return None
         except OSError as error:
-            self._count_failure("read", error)
+            self._report_failure("read", error)
             return None
-        return Entry(header.identity, header.key, header.trimmable, path, size)
-
-    # The writer thread.
-
-    def _write_all(self) -> None:
-        while (pending := self._next()) is not None:
-            try:
-                self._write(pending)
-            except OSError as error:
-                self._count_failure("write", error)
-            finally:
-                self._done(pending)
-
-    def _next(self) -> _Pending | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing)
-            if self._abandoned or not self._queue:
-                return None
-            self._writing = self._queue.popleft()
-            return self._writing
-
-    def _write(self, pending: _Pending) -> None:
-        entry = pending.entry
-        with self._changed:
-            useless = self._index.covered(entry)
-        self._make_room(entry.size, useless)
-        if not cache_file.write(entry.path, pending.head, pending.arrays, lambda: not self._abandoned):
-            return
-        with self._changed:
-            self._index.add(entry)
-            self._counts["written"] += 1
-            failed_before, self._failing = self._failing, False
-        if failed_before:
-            log.info("prompt cache: files are written again")
-        for former in useless:
-            self._remove(former)
-
-    def _done(self, pending: _Pending) -> None:
-        with self._changed:
-            self._writing = None
-            self._pending_bytes -= pending.entry.size
-            self._changed.notify_all()
+        return header, size
 
     # Removing files.
 
-    def _make_room(self, size: int, useless: Sequence[Entry] = ()) -> None:
-        """Remove files until ``size`` more bytes fit: first ``useless`` ones, then the least recently used."""
-        for former in useless:
+    def _make_room(self, size: int, needless: Sequence[Block] = ()) -> None:
+        """Remove files until ``size`` more bytes fit: first needless ones, then the least recently used."""
+        for former in needless:
             if self._fits(size):
                 return
             self._remove(former)
         while not self._fits(size):
-            with self._changed:
+            with self._guard:
                 oldest = self._index.oldest()
             if oldest is None:
                 return
             self._remove(oldest)
-            with self._changed:
-                self._counts["evicted"] += 1
+            self.count("evicted")
 
     def _fits(self, size: int) -> bool:
-        with self._changed:
-            return self._index.total_bytes + size <= self._max_bytes
+        with self._guard:
+            return self._index.total_bytes + size <= self.max_bytes
 
-    def _remove(self, entry: Entry) -> None:
-        # The file is removed before its entry: a file that can't be removed still counts.
-        entry.path.unlink(missing_ok=True)
-        self._forget(entry)
+    def _remove(self, block: Block) -> None:
+        """Remove a file and those behind it. Raises OSError."""
+        with self._guard:
+            removed = self._index.remove(block)
+        for one in removed:
+            self._path(one.name).unlink(missing_ok=True)
 
-    def _forget(self, entry: Entry) -> None:
-        with self._changed:
-            self._index.remove(entry)
+    def _drop(self, block: Block) -> None:
+        """Remove a file that can't be used, and those behind it."""
+        try:
+            self._remove(block)
+        except OSError as error:
+            self._report_failure("remove", error)
 
-    def _drop_damaged(self, path: Path, error: Exception) -> None:
-        log.warning("prompt cache: %s is dropped: %s", path, error)
-        with self._changed:
-            self._counts["damaged"] += 1
+    def _unlink(self, path: Path) -> None:
         try:
             path.unlink(missing_ok=True)
-        except OSError as unlink_error:
-            self._count_failure("remove", unlink_error)
-
-    def _touch(self, entry: Entry) -> bool:
-        """Note a use in the index, and in the file's time for the next start. False when the file is gone."""
-        try:
-            os.utime(entry.path, follow_symlinks=False)
-        except FileNotFoundError:
-            self._forget(entry)
-            return False
         except OSError as error:
-            self._count_failure("write", error)
-        with self._changed:
-            self._index.touch(entry)
-        return True
+            self._report_failure("remove", error)
 
-    def _count_failure(self, doing: str, error: OSError) -> None:
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.kv"
+
+    def _report_damage(self, path: Path, error: Exception) -> None:
+        log.warning("prompt cache: %s is dropped: %s", path, error)
+        self.count("damaged")
+
+    def _report_failure(self, doing: str, error: OSError) -> None:
         """Log a full or broken disk once, until it works again."""
-        with self._changed:
+        with self._guard:
             self._counts["failed"] += 1
             said, self._failing = self._failing, True
         if not said:
             log.warning("prompt cache: cannot %s files in %s: %s", doing, self._directory, error)
 
 
-def _name(identity: str, key: bytes) -> str:
-    digest = hashlib.sha256(f"{len(identity)} {identity} ".encode(errors="surrogatepass"))
-    digest.update(key)
-    return digest.hexdigest() + ".kv"
+def _check(header: Header, block: Block) -> None:
+    """Raises DamagedFileError when a file is not the one that was indexed."""
+    assert block.parent is not None
+    held = (header.owner, header.form, header.parent, header.key)
+    if held != (block.owner, block.form, block.parent.name, block.key):
+        raise DamagedFileError("it holds another prompt")
 
 
 def _claim(directory: Path) -> int:
@@ -334,7 +326,3 @@ def _claim(directory: Path) -> int:
 
 def _unusable(directory: Path, error: OSError) -> StartError:
     return StartError(f"cannot use the prompt cache directory {directory}: {error.strerror}")
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

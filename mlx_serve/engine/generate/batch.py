@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_serve.engine.backend import ALIKE, StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
 from mlx_serve.engine.cache.kinds import has_every_token
+from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
@@ -130,6 +131,7 @@ class BatchBackend(LoadedBackend):
         else:
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
             self._place(sequence)
+            sequence.loading = self._load(sequence)
             self._prompts.append(sequence)
 
     def remove(self, jobs: Collection[Job]) -> None:
@@ -175,16 +177,21 @@ class BatchBackend(LoadedBackend):
                 self._leave(sequence)
                 if cache is not None:
                     self._store(sequence, sequence.ids[: sequence.n_done], cache, is_pause=is_pause)
+                if sequence.loading is not None:
+                    sequence.loading.cancel()
+                sequence.loading = None
         rows = [row for row, sequence in self._decoding.items() if sequence.choice.job in jobs]
         return {row: self._end(row, is_pause=is_pause) for row in rows}
 
     def plan_step(self, gap_s: float) -> StepPlan:
-        plan = self._budget.plan(gap_s, [prompt.n_left for prompt in self._prompts], len(self._decoding))
+        n_left = [prompt.n_left for prompt in self._prompts if prompt.loading is None]
+        plan = self._budget.plan(gap_s, n_left, len(self._decoding))
         return replace(plan, decodes=plan.decodes or bool(self._prefilled))
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
         n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
+        self._poll_disk()
         if self._prompts:
             n_left = n_tokens - self._feed_together(n_tokens, plan.n_overhead, events)
             if n_left > 0:
@@ -205,10 +212,39 @@ class BatchBackend(LoadedBackend):
             if sequence.choice.job in jobs and sequence.choice.constraint is not None:
                 sequence.choice.constraint.give_up()
 
+    def wait_for_disk(self, timeout_s: float) -> None:
+        loading = self._loading()
+        others = (self._prefilled, self._decoding, self._scoring, self._embedding)
+        if loading and len(loading) == len(self._prompts) and not any(others):
+            assert loading[0].loading is not None
+            loading[0].loading.wait(timeout_s)
+
     def close(self) -> None:
         """Nothing is held outside this object."""
+        for prompt in self._prompts:
+            if prompt.loading is not None:
+                prompt.loading.cancel()
 
     # Prompts.
+
+    def _load(self, prompt: RunningSequence) -> Loading | None:
+        """Begin to read a prompt's cache from disk, if that gives more than memory and the reads that are under way."""
+        begun = [other for other in self._prompts if other.cache is not None]
+        loading = self._loading()
+        self._sharing.update(begun, [*self._prefilled, *self._decoding.values()])
+        self._sharing.waits(prompt, loading)
+        n_held = max(prompt.n_done, self._sharing.to_load(prompt, loading))
+        return self._loaded.prefix_cache.load(prompt.ids, prompt.scope, n_held, self._budget.prefill_s)
+
+    def _loading(self) -> list[RunningSequence]:
+        """The prompts whose caches are being read from disk."""
+        return [prompt for prompt in self._prompts if prompt.loading is not None]
+
+    def _poll_disk(self) -> None:
+        for prompt in self._prompts:
+            if prompt.loading is not None and prompt.loading.poll():
+                prompt.loading = None
+                self._loaded.prefix_cache.claim(prompt.choice.job, prompt.ids, prompt.scope)
 
     def _prefill(self, n_tokens: int, n_held: float) -> list[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
@@ -267,7 +303,9 @@ class BatchBackend(LoadedBackend):
         if len(begun) >= self._max_prefilling:
             return begun
         self._sharing.update(begun, [*self._prefilled, *self._decoding.values()])
-        return [p for p in self._prompts if p.cache is not None or not self._sharing.waits(p)]
+        loading = self._loading()
+        read = [prompt for prompt in self._prompts if prompt.loading is None]
+        return [p for p in read if p.cache is not None or not self._sharing.waits(p, loading)]
 
     def _feed(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Run up to ``n_tokens`` of a prompt and return how many ran. A failure removes this prompt alone."""

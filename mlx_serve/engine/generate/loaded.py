@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
-from mlx_serve.engine.backend import ALIKE, Backend, StepPlan
+from mlx_serve.engine.backend import ALIKE, NO_GAP, Backend, StepPlan
 from mlx_serve.engine.cache.checkpoints import Trail, borders
 from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.generate.token_choice import Loaded
@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# How long a step without work waits for the disk. New jobs and cancellations are seen between steps.
+_DISK_WAIT_S = 0.02
 # MLX raises these when it can't allocate a buffer, and for any other failure while a pass is computed.
 _OF_MLX = (MemoryError, RuntimeError)
 
@@ -37,7 +39,7 @@ class LoadedBackend(Backend):
 
     @property
     def cache_bytes(self) -> int:
-        return self._loaded.prefix_cache.n_bytes
+        return self._loaded.prefix_cache.n_bytes + self._loaded.prefix_cache.unkept_bytes
 
     @property
     def n_cached(self) -> int:
@@ -66,7 +68,8 @@ class LoadedBackend(Backend):
             self._loaded.prefix_cache.pin(job, ids, job.scope)
 
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
-        self._loaded.prefix_cache.shrink(max_bytes, pinned=pinned)
+        prefixes = self._loaded.prefix_cache
+        prefixes.shrink(max_bytes - prefixes.unkept_bytes, pinned=pinned)
 
     def ids_of(self, job: Job) -> Ids:
         """The prompt of a job that leaves the line."""
@@ -124,7 +127,13 @@ class LoadedBackend(Backend):
             return Failed(job.index, internal_error())
 
     def step(self, gap_s: float) -> Sequence[tuple[Job, Event]]:
+        if gap_s == NO_GAP:
+            self.wait_for_disk(_DISK_WAIT_S)
         return self.run_step(self.plan_step(gap_s))
+
+    @abstractmethod
+    def wait_for_disk(self, timeout_s: float) -> None:
+        """Wait a moment if this backend has nothing else to do."""
 
     @abstractmethod
     def plan_step(self, gap_s: float) -> StepPlan:

@@ -61,6 +61,11 @@ class PrefillBudget:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""
         return self._tokens(max(self._slice_s(gap_s), _LEAST_SHARE * self._decode_s))
 
+    def prefill_s(self, n_tokens: int) -> float:
+        """How long so many tokens would take with nobody decoding; 0 before a pass was measured."""
+        n_passes = -(-n_tokens // self._step_size)
+        return n_passes * self._cost.overhead_s + n_tokens * self._cost.per_token_s
+
     def note_decoding(self, seconds: float) -> None:
         """Record that a step decoded for ``seconds``."""
         self._since_s = 0.0

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
+from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefixes import Ids, PromptPlace
 from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
@@ -49,6 +50,8 @@ class RunningSequence:
     donor: RunningSequence | None = None
     found: Reusable = field(default_factory=Reusable)
     place: PromptPlace | None = None
+    # While a cache for it is read from disk, the prompt waits.
+    loading: Loading | None = None
 
     @property
     def n_left(self) -> int:
@@ -81,6 +84,13 @@ class RunningSequence:
         if self.cache is None:
             return reach_of(self.trail.kept, n)
         return reach(self.cache, self.n_done, self.trail.kept, n)
+
+    def will_load(self, n_common: int, *, trimmable: bool) -> int:
+        """How much of a common prefix another prompt can reuse once this sequence's files are read."""
+        if self.loading is None:
+            return 0
+        n = self.loading.n_tokens
+        return min(n, n_common) if trimmable or n <= n_common else 0
 
     def will_give(self, n_common: int, *, trimmable: bool) -> int:
         """How much of a common prefix another prompt can reuse once this sequence has computed it."""

@@ -33,19 +33,27 @@ class Sharing:
             self._version += 1
             self._kept_version, self._begun, self._done = self._kept.version, begun, done
 
-    def waits(self, prompt: RunningSequence) -> bool:
-        """Whether a prompt should wait for another one. Also records what it could reuse now."""
+    def waits(self, prompt: RunningSequence, loading: Iterable[RunningSequence]) -> bool:
+        """Whether a prompt should wait for another one. Also records what it could reuse now.
+
+        ``loading``: the prompts whose caches are being read from disk.
+        """
         found = prompt.found
         if found.version != self._version:
             found = prompt.found = self._find(prompt)
         donor, n_done = self._best(found.coming, found.donor, found.n_done)
         prompt.donor, prompt.n_done = donor, n_done
-        n_coming = 0
+        n_coming = self.to_load(prompt, loading)
         for other, n_common in found.coming:
             if not self._trimmable and n_common >= n_done + MIN_SHARED:
                 other.trail.want(other.n_done, n_common)
             n_coming = max(n_coming, other.will_give(n_common, trimmable=self._trimmable))
         return n_coming >= n_done + MIN_SHARED
+
+    def to_load(self, prompt: RunningSequence, loading: Iterable[RunningSequence]) -> int:
+        """How much of a prompt is being read from disk for others."""
+        n_loaded = (other.will_load(prompt.common(other), trimmable=self._trimmable) for other in loading)
+        return max(n_loaded, default=0)
 
     def _find(self, prompt: RunningSequence) -> Reusable:
         assert prompt.place is not None

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Trail
+from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefixes import Ids, as_ids
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.batch import BatchOptions
@@ -77,7 +78,11 @@ class SingleBackend(LoadedBackend):
             self.let_go(job)
         self._running = running
         if running.scoring is None:
-            self._loaded.prefix_cache.pin(job, running.ids, job.scope)
+            prefixes = self._loaded.prefix_cache
+            prefixes.pin(job, running.ids, job.scope)
+            place = prefixes.place(running.ids, job.scope)
+            running.loading = prefixes.load(running.ids, job.scope, prefixes.covers(place), self._budget.prefill_s)
+            prefixes.leave(place)
 
     def remove(self, jobs: Collection[Job]) -> None:
         """Drop jobs that run or are paused. What they have computed is kept: their clients may ask again."""
@@ -128,6 +133,10 @@ class SingleBackend(LoadedBackend):
         running = self._running
         assert running is not None
         events: list[tuple[Job, Event]] = []
+        if running.loading is not None:
+            if not running.loading.poll():
+                return []
+            running.loading = None
         if running.scoring is None and not running.cache:
             self._begin(running)
         if not running.is_announced:
@@ -154,9 +163,15 @@ class SingleBackend(LoadedBackend):
             assert self._running.choice.constraint is not None
             self._running.choice.constraint.give_up()
 
+    def wait_for_disk(self, timeout_s: float) -> None:
+        if self._running is not None and self._running.loading is not None:
+            self._running.loading.wait(timeout_s)
+
     def close(self) -> None:
         """Nothing is held between jobs."""
         self._paused.clear()
+        if self._running is not None and self._running.loading is not None:
+            self._running.loading.cancel()
         self._running = None
         self._embedding = None
 
@@ -176,6 +191,8 @@ class SingleBackend(LoadedBackend):
         self.plan_stops(running.trail, running.ids, job.scope, running.n_done, cache)
 
     def _end(self, running: _Running) -> None:
+        if running.loading is not None:
+            running.loading.cancel()
         self._loaded.prefix_cache.unpin(running.choice.job)
         if running.generation is not None:
             running.generation.close()  # type: ignore[attr-defined]
@@ -284,6 +301,7 @@ class _Running:
     tokens: list[int]
     ids: Ids
     scoring: Scoring | None = None
+    loading: Loading | None = None
     cache: list[Any] = field(default_factory=list)
     n_done: int = 0
     trail: Trail = field(default_factory=Trail)

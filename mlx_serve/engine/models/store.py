@@ -293,13 +293,12 @@ class ModelStore:
             return PrefixCache(
                 self._prompt_cache_size,
                 self._prompt_cache_bytes,
-                trimmable=trimmable,
                 bits=self._prompt_cache_bits,
                 tier=self._tier(entry),
             )
         # The sizes of the ranks' parts differ, so rank 0 alone counts bytes (ranks/protocol.py).
         size = 0 if self._parts_differ(trimmable=trimmable) else self._prompt_cache_size
-        return PrefixCache(size, None, trimmable=trimmable, bits=self._prompt_cache_bits)
+        return PrefixCache(size, None, bits=self._prompt_cache_bits)
 
     def _parts_differ(self, *, trimmable: bool) -> bool:
         """Whether the stages of a pipeline may hold different kinds of layers, some trimmable and others not."""
