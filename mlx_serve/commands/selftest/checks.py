@@ -152,10 +152,10 @@ def beside_a_long_prompt(target: LoadTarget, stream: AskedText, long: AskedText)
 
 
 def memory(target: LoadTarget) -> CheckResult:
-    """MLX's peak against the bound for models and caches."""
+    """MLX's peak against the mark above which the server pauses sequences."""
     with Client(target.server) as client:
         use = client.get("/stats").get("memory") or {}
-    peak, bound = use.get("peak_bytes"), use.get("limit_bytes")
+    peak, bound = use.get("peak_bytes"), use.get("hard_mark_bytes")
     if not isinstance(peak, int) or not isinstance(bound, int) or not bound:
         return CheckResult("memory", f"peak {bytes_text(peak or 0)}, no bound is known", None, use)
     found = f"peak {bytes_text(peak)} of {bytes_text(bound)}"

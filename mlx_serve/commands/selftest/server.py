@@ -39,7 +39,7 @@ def serving(flags: Sequence[str], log: IO[str]) -> Iterator[TestedServer]:
     # In the environment, where no other user can read it.
     key = secrets.token_hex(16)
     process = subprocess.Popen(  # noqa: S603 - this package's module and the user's flags
-        [sys.executable, "-P", "-m", "mlx_serve", *flags, "--host", "127.0.0.1", "--port", "0"],
+        [sys.executable, "-P", "-m", "mlx_serve", *flags, "--supervise", "--host", "127.0.0.1", "--port", "0"],
         stderr=log,
         text=True,
         env={**os.environ, "MLX_SERVE_API_KEY": key},
