@@ -389,7 +389,7 @@ Delta: TypeAlias = Text | ToolCallStart | ToolCallArguments | Finish | Beat
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:
-    """What the engine tells of one model that is loaded. Counts are of sequences.
+    """What the engine tells of one model that is loaded. Counts are of sequences. ``idle_s``: since its last step.
 
     ``capacity``: how many run at a time; ``alone``: why it is but one, when the model or a flag is the reason.
     """
@@ -402,6 +402,7 @@ class ModelStats:
     kv_bytes: int = 0
     capacity: int = 0
     alone: str = ""
+    idle_s: float = 0.0
 
 
 # Which of the two marks the process's memory has passed.

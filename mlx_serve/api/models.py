@@ -11,6 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote
 
+from mlx_serve.api.body import parse
+from mlx_serve.api.fields import Model, Str
 from mlx_serve.api.routes import Route
 from mlx_serve.api.serving import Services, context_tokens
 from mlx_serve.api.shapes import json_response
@@ -39,6 +41,18 @@ def get_model(services: Services, request: RawRequest) -> Response:
     # The path is still escaped, and a slash in a name may be escaped.
     name = unquote(request.path.removeprefix("/models/"))
     return json_response(_model_object(services, *services.catalog.look_up(name), services.scheduler.health().models))
+
+
+class UnloadRequest(Model):
+    """POST /models/unload, as in llama-server's router."""
+
+    model: Str
+
+
+def unload_model(services: Services, request: RawRequest) -> Response:
+    """POST /models/unload: unload a model that nobody uses; the next request for it loads it again. Raises ApiError."""
+    entry = services.catalog.find(parse(UnloadRequest, request.body).model)
+    return json_response({"model": entry.name, "unloaded": services.scheduler.unload(entry.name)})
 
 
 def _page(found: Sequence[dict[str, Any]], query: dict[str, list[str]]) -> tuple[Sequence[dict[str, Any]], bool]:
@@ -88,4 +102,5 @@ def _model_object(services: Services, name: str, entry: ModelEntry, loaded: Coll
 ROUTES = (
     Route("GET", "/models", list_models),
     Route("GET", "/models/", get_model),
+    Route("POST", "/models/unload", unload_model),
 )

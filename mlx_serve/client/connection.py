@@ -12,6 +12,7 @@ http.client in the caller's thread: to wait in recv costs nothing, and there is 
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,12 @@ class Client:
         """The JSON object at a path below the base URL. Raises Failure."""
         with faults(self.where):
             response = self._send("GET", path, None, ok)
+            return parse_object(response.read(_MAX_OBJECT_BYTES))
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The JSON object that answers a POST. Raises Failure."""
+        with faults(self.where):
+            response = self._send("POST", path, json.dumps(body).encode())
             return parse_object(response.read(_MAX_OBJECT_BYTES))
 
     def events(

@@ -12,8 +12,10 @@ COMMANDS: dict[str, str] = {
     "doctor": "mlx_serve.commands.doctor.command",
     "install-service": "mlx_serve.commands.service.command",
     "models": "mlx_serve.commands.models",
+    "ps": "mlx_serve.commands.ps",
     "pull": "mlx_serve.commands.pull",
     "selftest": "mlx_serve.commands.selftest.command",
+    "stop": "mlx_serve.commands.stop",
 }
 # With "serve", or with none of these, ``mlx-serve`` starts the server.
 WORDS = sorted([*COMMANDS, "help", "serve", "version"])

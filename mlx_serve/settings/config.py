@@ -280,7 +280,7 @@ def parser(prog: str = "mlx-serve") -> argparse.ArgumentParser:
         "Hugging Face cache; --demo serves a small model that needs no hub.",
         # commands.COMMANDS, which this module can't import.
         epilog="Commands, each with a --help of its own: "
-        "bench, chat, completion, doctor, install-service, models, pull, selftest.",
+        "bench, chat, completion, doctor, install-service, models, ps, pull, selftest, stop.",
     )
     top.add_argument("--version", action="version", version=f"mlx-serve {__version__}")
     top.add_argument("--config", metavar="FILE", help="TOML file of flags and models; the command line wins over it")

@@ -50,7 +50,7 @@ ORDER = {
     " endpoints",
     "api/status": "prometheus stats page health",
     "client": "events place errors answer connection",
-    "commands": "terminal model_list models chat bench doctor service selftest pull completion",
+    "commands": "terminal model_list models ps stop chat bench doctor service selftest pull completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
     "commands/doctor": "finding checks crashes command",
     "commands/selftest": "server checks command",

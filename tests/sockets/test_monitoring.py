@@ -319,7 +319,7 @@ def test_the_engine_s_figures_are_passed_on():
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
         assert body["drafts"] == {"drafted_tokens": 19, "accepted_tokens": 9}
         big = {"name": "big", "waiting": 1, "running": 4, "paused": 2, "weights_bytes": 10, "kv_bytes": 0}
-        assert body["models"][0] == {**big, "capacity": 32, "alone": ""}
+        assert body["models"][0] == {**big, "capacity": 32, "alone": "", "idle_s": 0.0}
         assert (body["models"][1]["capacity"], body["models"][1]["alone"]) == (1, "--kv-bits")
         assert (body["paused"], body["preemptions"]) == (2, 19)
         lines = samples(server)

@@ -36,7 +36,7 @@ REASONS = (
     *("refused", "server_error", "invalid_request_error", "authentication_error", "permission_error"),
     *("not_found_error", "rate_limit_error", "overloaded_error"),
     *("context_length_exceeded", "draining", "host_not_allowed", "invalid_api_key", "kv_cache_exceeded"),
-    *("method_not_supported", "metrics_not_installed", "missing_required_parameter", "model_not_found"),
+    *("method_not_supported", "metrics_not_installed", "missing_required_parameter", "model_busy", "model_not_found"),
     *("model_too_large", "origin_not_allowed", "overloaded", "previous_response_not_found", "queue_timeout"),
     *("rate_limit_exceeded", "too_many_bytes", "too_many_connections", "too_many_json_values", "too_many_logprobs"),
     "unsupported_media_type",

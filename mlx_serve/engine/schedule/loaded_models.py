@@ -196,6 +196,7 @@ class LoadedModels:
             kv_bytes=backend.kv_bytes({job: tokens_expected(job, slot.outputs.expected) for job in running}),
             capacity=backend.capacity,
             alone=backend.alone,
+            idle_s=0.0 if running else round(self._clock() - slot.used_s, 1),
         )
 
 

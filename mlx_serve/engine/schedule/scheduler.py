@@ -97,6 +97,8 @@ class Scheduler:
         self._worked_s: float | None = clock()
         self._stopped = False
         self._cancelled = False
+        # Models that somebody wants unloaded.
+        self._unwanted: set[str] = set()
 
     # Called by HTTP threads.
 
@@ -129,6 +131,21 @@ class Scheduler:
         """Cancel jobs; no effect on ended ones. Their places are free after the running step."""
         with self._changed:
             self._let_go(jobs)
+
+    def unload(self, name: str) -> bool:
+        """Unload a model that nobody uses, after the running step. False: it is not in memory.
+
+        Raises ApiError 409 while requests for it run or wait.
+        """
+        with self._changed:
+            slot = self._slots.get(name)
+            if slot is None:
+                return False
+            if slot.running or slot.paused or any(job.model == name for job in self._waiting):
+                raise ApiError(409, f"Requests for {name} run or wait.", param="model", code="model_busy")
+            self._unwanted.add(name)
+            self._changed.notify_all()
+            return True
 
     def health(self) -> Health:
         """A snapshot for /health."""
@@ -203,6 +220,7 @@ class Scheduler:
             self.recover(error)
         self._admit()
         self._loaded.unload_unused(self._limits.model_ttl_s)
+        self._unload_unwanted()
         active = [(name, slot) for name, slot in self._slots.items() if slot.running]
         gap_s = self._gap_s([slot for _, slot in active])
         for name, slot in active:
@@ -235,7 +253,7 @@ class Scheduler:
         timeouts = [timeout_s for timeout_s in (at_most_s, due_s, release_s) if timeout_s is not None]
         with self._changed:
             self._changed.wait_for(
-                lambda: self._waiting or self._cancelled or self._stopped, min(timeouts, default=None)
+                lambda: self._waiting or self._cancelled or self._unwanted or self._stopped, min(timeouts, default=None)
             )
 
     def load(self, name: str) -> None:
@@ -320,6 +338,15 @@ class Scheduler:
                 slot.paused[job] = None
                 self._loaded.n_preemptions += 1
             log.info("memory for KV caches is short: a sequence of %s pauses", job.model)
+
+    def _unload_unwanted(self) -> None:
+        with self._changed:
+            names, self._unwanted = self._unwanted, set()
+        for name in names:
+            # A request may have come since.
+            if name in self._slots and not (self._slots[name].running or self._slots[name].paused):
+                log.info("unloading %s: somebody asked for it", name)
+                self._loaded.unload(name)
 
     def _drop_cancelled(self) -> None:
         with self._changed:
