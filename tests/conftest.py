@@ -1,6 +1,7 @@
 """What all tests need before anything imports mlx."""
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -10,6 +11,9 @@ from mlx_serve import blas
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 blas.preload_openblas()
+
+# Programs that tests start would inherit it, if the tests run under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # A busy machine is no fault of the code: no test is judged by its time.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

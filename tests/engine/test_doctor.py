@@ -121,7 +121,7 @@ def test_a_port_that_is_taken(run, no_probe):
 
 def test_files_of_the_flags(run, no_probe, tmp_path):
     for flags in (["--tls-cert", tmp_path / "none"], ["--api-key-file", tmp_path / "none"]):
-        status, findings = run("--port", 0, *flags)
+        status, findings = run("--demo", "--port", 0, *flags)
         assert (status, len(problems(findings))) == (1, 1)
 
 
@@ -130,7 +130,7 @@ def test_a_file_of_keys_is_for_the_server_alone(run, no_probe, tmp_path, mode, s
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     keys.chmod(mode)
-    status, findings = run("--port", 0, "--api-key-file", keys)
+    status, findings = run("--demo", "--port", 0, "--api-key-file", keys)
     assert (status, texts(findings, "keys")) == (0, [f"other users may {what} {keys}" for what in says])
 
 
@@ -145,7 +145,7 @@ def test_a_socket_that_is_there_is_left_alone(run, no_probe, tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
-        status, findings = run("--uds", path)
+        status, findings = run("--demo", "--uds", path)
         assert (status, texts(findings, "address")) == (0, [f"{path} exists"])
         assert path.exists()
 
@@ -154,8 +154,9 @@ def test_models_that_are_not_there(run, no_probe, tmp_path, monkeypatch):
     assert problems(run("--port", 0, "--model", tmp_path / "none")[1]) == [f"there is no directory '{tmp_path}/none'"]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     status, findings = run("--port", 0, "--model", "owner/none")
-    assert (status, problems(findings)) == (1, ["owner/none is not in the hub cache"])
+    assert (status, problems(findings)) == (1, ["owner/none is not in the hub cache, and HF_HUB_OFFLINE is set"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(doctor.HfApi, "model_info", lambda *_, **__: None)
     assert run("--port", 0, "--model", "owner/none")[0] == 0
     status, findings = run("--port", 0, "--model-dir", tmp_path / "none")
     assert (status, problems(findings)) == (1, [f"model directory not found: {tmp_path}/none"])
@@ -173,7 +174,7 @@ def test_what_lies_in_the_model_directories(run, no_probe, tmp_path):
 
 def test_an_mlx_that_does_not_start(run, monkeypatch):
     monkeypatch.setattr(checks.sys, "executable", "/bin/false")
-    status, findings = run("--port", 0)
+    status, findings = run("--demo", "--port", 0)
     assert status == 1
     assert problems(findings) == ["MLX does not work: exit status 1"]
 
@@ -231,9 +232,9 @@ def test_a_configuration_file_is_read(run, no_probe, model, tmp_path):
 
 def test_a_cache_directory_that_cannot_be_made(run, no_probe, tmp_path):
     (tmp_path / "file").touch()
-    status, findings = run("--port", 0, "--prompt-cache-dir", tmp_path / "file" / "cache")
+    status, findings = run("--demo", "--port", 0, "--prompt-cache-dir", tmp_path / "file" / "cache")
     assert (status, len(problems(findings))) == (1, 1)
-    assert run("--port", 0, "--prompt-cache-dir", tmp_path / "new")[0] == 0
+    assert run("--demo", "--port", 0, "--prompt-cache-dir", tmp_path / "new")[0] == 0
     assert not (tmp_path / "new").exists()
 
 
@@ -242,9 +243,30 @@ def test_beside_a_server_mlx_is_not_started(run, monkeypatch):
     monkeypatch.setattr(doctor.sys, "platform", "darwin")
     monkeypatch.setattr(doctor.neighbours, "running", lambda: others)
     monkeypatch.setattr(checks, "probe", lambda *_, **__: pytest.fail("MLX was started"))
-    _, findings = run("--port", 0)
+    _, findings = run("--demo", "--port", 0)
     assert texts(findings, "device") == [
         "MLX was not asked: mlx-serve (process 12) is running",
         "mlx-serve (process 12) may use the GPU too",
         "Ollama (process 13) may use the GPU too",
     ]
+
+
+def test_without_a_model_there_is_nothing_to_serve(run, no_probe, tmp_path):
+    status, findings = run("--model-dir", tmp_path, "--port", 0)
+    assert status == 1
+    assert any("there is no model to serve" in text for text in problems(findings))
+
+
+def test_more_memory_than_the_machine_has(run, no_probe, model):
+    _, findings = run("--model", model, "--port", 0, "--memory-bytes", "900TB")
+    assert any("--memory-bytes 900 TB is more than the machine's" in text for text in problems(findings))
+
+
+def test_a_repository_that_is_not_here_and_cannot_be_had(run, no_probe, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(doctor.HfApi, "model_info", refuse)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    _, findings = run("--model", "nobody/nothing", "--port", 0)
+    assert any("the hub cannot be reached: no network" in text for text in problems(findings))

@@ -226,4 +226,17 @@ def test_a_service_that_strangers_could_use_is_told(capsys, anybody, tmp_path):
     args = ("--for", "systemd", "--run-as", anybody, "--dry-run", "--", "--demo", "--host", "0.0.0.0")
     assert "--api-key-file" in run(capsys, *args)[2]
     (tmp_path / "keys").write_text("k\n")
-    assert run(capsys, *args, "--api-key-file", tmp_path / "keys")[2] == ""
+    assert "can use this server" not in run(capsys, *args, "--api-key-file", tmp_path / "keys")[2]
+
+
+def test_a_folder_that_the_service_s_user_cannot_enter_is_told(tmp_path):
+    inner = tmp_path / "open" / "program"
+    inner.parent.mkdir(parents=True)
+    for folder in (*reversed(inner.parents), inner.parent):
+        if folder.is_relative_to(tmp_path):
+            folder.chmod(0o755)
+    closed = [folder for folder in tmp_path.parents if not folder.stat().st_mode & 1]
+    assert command.closed_to("nobody", inner) == (closed[-1] if closed else None)
+    tmp_path.chmod(0o700)
+    assert command.closed_to("nobody", inner) in (tmp_path, *tmp_path.parents)
+    assert command.closed_to("root", inner) is None

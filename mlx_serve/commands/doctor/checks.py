@@ -182,6 +182,15 @@ def metal_users(others: Sequence[Neighbour]) -> Iterator[Finding]:
         yield Finding("note", "device", f"{other} may use the GPU too", advice)
 
 
+def memory(settings: Config) -> Iterator[Finding]:
+    """Whether the machine has the memory that the flags give to models and caches."""
+    total = machine_bytes()
+    for name, wanted in (("--memory-bytes", settings.memory_bytes), ("--kv-cache-bytes", settings.kv_cache_bytes)):
+        if total and wanted and wanted > total:
+            text = f"{name} {bytes_text(wanted)} is more than the machine's {bytes_text(total)}"
+            yield Finding("problem", "memory", text, f"lower {name}, or leave it out: the default fits")
+
+
 def descriptors(settings: Config) -> Iterator[Finding]:
     """Whether --max-connections fits in the limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -251,7 +260,7 @@ def cache_dir(settings: Config) -> Iterator[Finding]:
     wanted = expanded(settings.prompt_cache_dir).absolute()
     there = next(path for path in (wanted, *wanted.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        advice = "choose another --prompt-cache-dir, or give the server's user write access"
+        advice = f"as the server's user: sudo -u USER mkdir -p {wanted}; or choose another --prompt-cache-dir"
         yield Finding("problem", "prompt cache", f"{there} is not a writable directory", advice)
         return
     free = shutil.disk_usage(there).free

@@ -12,15 +12,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.errors import CacheNotFound, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from mlx_serve import neighbours
+from mlx_serve.client.connection import one_line
 from mlx_serve.commands import model_list
 from mlx_serve.commands.doctor import checks, crashes
 from mlx_serve.commands.doctor.checks import Probe
-from mlx_serve.commands.doctor.finding import Finding, Level, as_objects, as_text
+from mlx_serve.commands.doctor.finding import Finding, as_objects, as_text
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import NotAModelError
@@ -34,6 +35,7 @@ from mlx_serve.values import StartError
 
 # If the weights take more than this share of the memory, little is left for KV caches and computation.
 _TIGHT = 0.9
+_HUB_TIMEOUT_S = 5
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,6 +79,7 @@ def examine(settings: Config) -> Iterator[Finding]:
     probe = _ask(others, first, [*_flags(settings), *_draft_flags(settings)])
     yield from checks.device(probe)
     yield from checks.metal_users(others)
+    yield from checks.memory(settings)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
     yield from checks.secret_files(settings)
@@ -151,8 +154,22 @@ def _place(name: str) -> Path | Finding:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound, OSError):
-        level: Level = "problem" if _is_offline() else "note"
-        return Finding(level, "model", f"{name} is not in the hub cache", f"download it: hf download {name}")
+        return _not_here(name)
+
+
+def _not_here(name: str) -> Finding:
+    """A repository that the server would download at its start: whether it can."""
+    text, advice = f"{name} is not in the hub cache", f"download it: mlx-serve pull {name}"
+    if _is_offline():
+        return Finding("problem", "model", f"{text}, and HF_HUB_OFFLINE is set", advice)
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except HfHubHTTPError as error:
+        return Finding("problem", "model", f"{text}, and the hub says: {one_line(str(error))}", "correct its name")
+    except Exception as error:  # noqa: BLE001 - the hub's client is of a library whose name changes with its version
+        reason = f"{text}, and the hub cannot be reached: {one_line(str(error))}"
+        return Finding("problem", "model", reason, f"{advice}, with a network")
+    return Finding("note", "model", f"{text}: the server downloads it when it starts", advice)
 
 
 def _is_offline() -> bool:
@@ -231,4 +248,10 @@ def _places(settings: Config) -> Iterator[Finding]:
     size = bytes_text(sum(model.files.weight_bytes for model in models))
     hub = [f"the hub cache ({HF_HUB_CACHE})"] if model_options.uses_hub_cache(settings) else []
     if where := ", ".join([*settings.model_dir, *hub]):
-        yield Finding("ok", "models", f"servable models: {n_good}, {size} in {where}")
+        text = f"servable models: {n_good}, {size} in {where}"
+        is_missing = not all(expanded(root).is_dir() for root in settings.model_dir)
+        if n_good or is_missing or settings.demo or settings.model or settings.models:
+            yield Finding("ok", "models", text)
+        else:
+            advice = "download one (mlx-serve pull OWNER/NAME), name one with --model, or try --demo"
+            yield Finding("problem", "models", f"there is no model to serve: {text}", advice)

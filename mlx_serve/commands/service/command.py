@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
             _write(files, folder, force=given.force)
             print("\n".join(_next(service, files, folder, given.manager)))
         _warn_of_strangers(flags)
+        _warn_of_closed_folders(service)
     except (UsageError, StartError) as error:
         print(f"mlx-serve install-service: {error}", file=sys.stderr)
         return 2
@@ -114,6 +115,28 @@ def _warn_of_strangers(flags: Sequence[str]) -> None:
     if not http.is_loopback(settings) and not settings.api_key and not settings.api_key_file:
         text = f"everyone who can reach {settings.host} can use this server: add --api-key-file"
         print(f"mlx-serve install-service: {text}", file=sys.stderr)
+
+
+def _warn_of_closed_folders(service: Service) -> None:
+    """The program and the files of the flags may be in a home that the service's user cannot enter."""
+    paths = [Path(word.partition("=")[2] or word) for word in service.command if "/" in word]
+    for path in dict.fromkeys(closed for path in paths if (closed := closed_to(service.user, path)) is not None):
+        text = f"{service.user} cannot enter {path}: install or move what is in it elsewhere, such as to /opt"
+        print(f"mlx-serve install-service: {text}; check with: sudo -u {service.user} ls {path}", file=sys.stderr)
+
+
+def closed_to(user: str, path: Path) -> Path | None:
+    """The first folder on the way to a path that a user may not enter; None: there is none, or nothing to enter."""
+    account = pwd.getpwnam(user)
+    groups = os.getgrouplist(user, account.pw_gid)
+    for folder in reversed(path.parents):
+        if not folder.is_dir():
+            return None
+        about = folder.stat()
+        shift = 6 if about.st_uid == account.pw_uid else 3 if about.st_gid in groups else 0
+        if not (about.st_mode >> shift) & 1 and account.pw_uid:
+            return folder
+    return None
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
