@@ -19,7 +19,7 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from mlx_serve.cli import COMMANDS
+from mlx_serve.commands import COMMANDS, server_flags
 from mlx_serve.settings import config
 from mlx_serve.settings.flags import option_of
 from tests.real.docblocks import ROOT, BadPageError, Block, blocks, blocks_of, commands_of
@@ -120,7 +120,7 @@ def _parse_flags(command):
     if "--config" in words:  # a file of the reader's own
         i = words.index("--config")
         words[i : i + 2] = []
-    config.from_args(words[1:], {})
+    config.from_args(server_flags(words[1:]), {})
 
 
 def check_python(block, request):
