@@ -154,7 +154,7 @@ def test_stop_cancels_the_request(browser):
                 return server.scheduler.health().running == 0
 
             until(freed, "a free place")
-            visit.shows("#totals div:nth-child(5)", "1")
+            visit.shows('#totals div:has-text("Cancelled")', "1")
             assert visit.tab.is_disabled("#stop")
         finally:
             gate.open()
