@@ -17,9 +17,9 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from mlx_serve import progress
-from mlx_serve.commands.doctor.checks import machine_bytes
-from mlx_serve.commands.terminal import bytes_text, printable
+from mlx_serve import machine, progress
+from mlx_serve.client.connection import one_line
+from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.engine.architectures import architecture_fault
 from mlx_serve.engine.model_places import HUB_FILES
 
@@ -73,7 +73,7 @@ def pull(name: str, revision: str | None = None, *, force: bool = False) -> Path
         bars = None if sys.stderr.isatty() else progress.hub_bars(progress.logged(_log()), f"fetching {name}")
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, tqdm_class=bars))
     except _OF_HUB as error:
-        raise PullError(f"the hub says: {' '.join(printable(str(error)).split())}") from None
+        raise PullError(f"the hub says: {one_line(str(error))}") from None
 
 
 def _log() -> logging.Logger:
@@ -103,7 +103,7 @@ def _check_disk(n_bytes: int) -> None:
 
 
 def _check_memory(n_weights: int, *, force: bool) -> None:
-    total = machine_bytes()
+    total = machine.memory_bytes()
     if total is None or n_weights <= _GPU_SHARE * total:
         return
     text = f"its weights take {bytes_text(n_weights)}, and this machine has {bytes_text(total)} of memory"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,16 @@ class _RUsageInfo(ctypes.Structure):
     )
 
 
+@cache
+def _libc() -> Any:
+    """The system's library, opened once: the footprint is asked for after each step."""
+    return ctypes.CDLL(None)
+
+
 def footprint_bytes() -> int:
     """macOS's ``phys_footprint``; on Linux the resident memory without mapped files. 0: not known."""
     if sys.platform == "darwin":
-        return darwin_footprint(ctypes.CDLL(None))
+        return darwin_footprint(_libc())
     try:
         return linux_footprint(_STATM.read_text(encoding="ascii"))
     except OSError:
@@ -61,6 +68,6 @@ def linux_footprint(statm: str) -> int:
 
 def return_freed() -> None:
     """Return freed memory to the system. glibc keeps it otherwise; other libraries return it by themselves."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)

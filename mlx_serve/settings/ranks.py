@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from mlx_serve import __version__
@@ -13,6 +12,7 @@ from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.catalog import Catalog
 from mlx_serve.engine.ranks.follower import Follower
 from mlx_serve.engine.ranks.protocol import Store
+from mlx_serve.machine import installed
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 
@@ -98,13 +98,6 @@ def follow(store: Store, ranks: Ranks) -> None:
 
 
 def _facts(settings: Config) -> dict[str, Any]:
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: installed(name) for name in _PACKAGES}
     options = {name: getattr(settings, name) for name in _SETTINGS}
     return {"mlx-serve": __version__} | versions | options
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

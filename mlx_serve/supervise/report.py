@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from mlx_serve import __version__
+from mlx_serve.machine import installed
 from mlx_serve.settings.config import FLAGS, Config
 
 FOLDER = "mlx-serve-deaths"
@@ -103,10 +103,7 @@ def _files(place: Path) -> list[Path]:
 def versions() -> dict[str, str]:
     """Of everything that may have caused the death."""
     found = {"mlx-serve": __version__, "python": platform.python_version(), "system": platform.platform()}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    return found | {name: there for name in _PACKAGES if (there := installed(name)) is not None}
 
 
 def flags(settings: Config) -> dict[str, Any]:

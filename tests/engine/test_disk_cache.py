@@ -29,7 +29,8 @@ from mlx_serve.engine.cache.disk import DiskCache, model_identity
 from mlx_serve.engine.cache.file import DamagedFileError
 from mlx_serve.engine.cache.form import dumped, parsed
 from mlx_serve.engine.cache.kinds import leaves
-from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
+from mlx_serve.engine.cache.prefix_tree import as_ids
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from tests.engine.tinymodel import tiny_gemma, tiny_lfm2, tiny_llama, write_model
 
 LONG_S = 60

@@ -8,7 +8,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from mlx_serve.engine.cache.kinds import Quantization, holds, leaves, packed, unpacked
-from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids
+from mlx_serve.engine.cache.prefix_tree import as_ids
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.trial import refusal

@@ -11,7 +11,8 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, mak
 
 from mlx_serve.engine.cache.checkpoints import Checkpoint
 from mlx_serve.engine.cache.kinds import cut_back
-from mlx_serve.engine.cache.prefixes import PrefixCache, as_ids, common
+from mlx_serve.engine.cache.prefix_tree import as_ids, common
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import batch
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
@@ -431,9 +432,10 @@ def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model):
     assert [seen.tokens[each] for each in jobs] == [fresh(batch_of, model, prompt) for prompt in prompts]
 
 
-def test_prompts_that_do_not_run_side_by_side_run_alone(model, monkeypatch):
+@pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("[metal::malloc] no memory")])
+def test_prompts_that_do_not_run_side_by_side_run_alone(model, monkeypatch, error):
     def refuse(*_):
-        raise ValueError("no")
+        raise error
 
     monkeypatch.setattr(batch, "prefill_together", refuse)
     seen = Seen(batch_of(model))

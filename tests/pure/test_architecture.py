@@ -12,7 +12,7 @@ import pytest
 from mlx_serve.commands import COMMANDS
 
 PACKAGE = Path(__file__).parents[2] / "mlx_serve"
-SHARED = {"values", "metrics", "paths"}
+SHARED = {"values", "metrics", "paths", "machine"}
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 NAMES = {module.split("/")[0].removesuffix(".py") for module in MODULES}
 # What is not named here, of the modules beside the layers, imports values and paths alone.
@@ -39,8 +39,8 @@ MAY_IMPORT = {
 # The modules and folders of each package, in an order in which each may import only those before it. Every cycle of
 # imports contains an import against one of these orders, so this excludes cycles too.
 ORDER = {
-    "": "values metrics paths awake neighbours signals blas logs progress client wire text engine demo api probe"
-    " settings supervise serve reload testing commands cli __main__",
+    "": "values metrics paths machine awake neighbours signals blas logs progress client wire text engine demo api"
+    " probe settings supervise serve reload testing commands cli __main__",
     "api": "fields structured errors scope cost body generation_request request_fields shapes response_store"
     " running_jobs token_logprobs generation grammar_messages grammar_child grammars serving routes prompts pipeline"
     " models embeddings status openai responses anthropic endpoints",

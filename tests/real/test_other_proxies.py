@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.real.clientkit import ANSWER, CHAT, chat, content_of, deltas, held, program, served, started
-from tests.real.test_proxies import MORE_THAN_A_HEAD, Proxy, chunks, framing, free_port, listening
+from tests.real.clientkit import CHAT, chat, content_of, held, program, served, started
+from tests.real.test_proxies import (
+    MORE_THAN_A_HEAD,
+    Proxy,
+    check_events_come_as_they_are_made,
+    chunks,
+    framing,
+    free_port,
+    listening,
+)
 from tests.waiting import until
 
 pytestmark = pytest.mark.real
@@ -64,15 +72,7 @@ def test_a_chunked_body_is_passed_on(tmp_path, proxy_of):
 @PROXIES
 def test_events_come_as_they_are_made(tmp_path, proxy_of):
     with held() as (server, gate), proxy_of(tmp_path, server) as proxy:
-        gate.let(1)
-        with proxy.posted(chat(stream=True)) as response:
-            received = deltas(response)
-            assert next(received) == ANSWER[0]
-            for character in ANSWER[1:]:
-                gate.let(1)
-                assert next(received) == character
-            gate.let(1)
-            assert list(received) == []
+        check_events_come_as_they_are_made(proxy, gate)
 
 
 @PROXIES

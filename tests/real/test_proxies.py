@@ -183,15 +183,19 @@ def test_events_come_as_they_are_made(tmp_path, edits):
     our X-Accel-Buffering it keeps events back, at least those that come over HTTP/1.0.
     """
     with held() as (server, gate), nginx(tmp_path, server, *edits) as proxy:
-        gate.let(1)
-        with proxy.posted(chat(stream=True)) as response:
-            received = deltas(response)
-            assert next(received) == ANSWER[0]
-            for character in ANSWER[1:]:
-                gate.let(1)
-                assert next(received) == character
+        check_events_come_as_they_are_made(proxy, gate)
+
+
+def check_events_come_as_they_are_made(proxy, gate):
+    gate.let(1)
+    with proxy.posted(chat(stream=True)) as response:
+        received = deltas(response)
+        assert next(received) == ANSWER[0]
+        for character in ANSWER[1:]:
             gate.let(1)
-            assert list(received) == []
+            assert next(received) == character
+        gate.let(1)
+        assert list(received) == []
 
 
 def test_a_silent_stream_is_heard(tmp_path, monkeypatch):

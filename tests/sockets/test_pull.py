@@ -132,7 +132,7 @@ def test_no_such_repository_is_one_line(pull):
 
 
 def test_weights_beyond_what_the_gpu_may_use_need_force(monkeypatch, capsys):
-    monkeypatch.setattr(command, "machine_bytes", lambda: 64 * 10**9)
+    monkeypatch.setattr(command.machine, "memory_bytes", lambda: 64 * 10**9)
     command._check_memory(48 * 10**9, force=False)
     with pytest.raises(command.PullError, match=r"49\.0 GB, and this machine has 64\.0 GB of memory; --force"):
         command._check_memory(49 * 10**9, force=False)

@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import Any
 
+from mlx_serve.machine import installed
 from mlx_serve.metrics import Counter, Histogram, Metrics
 from mlx_serve.values import ApiError, EngineStats, Response
 
@@ -24,7 +23,7 @@ PREFIX = "mlx_serve:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # Whose versions build_info tells.
-_PACKAGES = ("mlx", "mlx_lm")
+_PACKAGES = ("mlx", "mlx-lm")
 _GAUGES = {
     "kv_cache_bytes": ("kv_bytes", "Bytes that the running sequences' KV caches are expected to take."),
     "prefix_cache_bytes": ("prefix_cache_bytes", "Bytes of the KV caches kept for reuse."),
@@ -99,17 +98,16 @@ def _process(core: Any, metrics: Metrics, version: str) -> Iterator[Any]:
     yield core.GaugeMetricFamily("process_open_fds", "Open file descriptors.", len(os.listdir("/dev/fd")) - 1)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     yield core.GaugeMetricFamily("process_max_fds", "The most file descriptors that may be open.", most)
-    build = core.GaugeMetricFamily(PREFIX + "build_info", "1, with versions.", labels=("version", "python", *_PACKAGES))
+    labels = ("version", "python", *(package.replace("-", "_") for package in _PACKAGES))
+    build = core.GaugeMetricFamily(PREFIX + "build_info", "1, with versions.", labels=labels)
     build.add_metric((version, platform.python_version(), *map(_version_of, _PACKAGES)), 1)
     yield build
 
 
 @cache
 def _version_of(package: str) -> str:
-    try:
-        return version_of(package.replace("_", "-"))
-    except PackageNotFoundError:
-        return ""
+    """Read once: each reading opens files."""
+    return installed(package) or ""
 
 
 def _counter(core: Any, counter: Counter) -> Any:

@@ -100,7 +100,7 @@ def ceiling(model: str) -> Iterator[Ceiling]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=_environ(),
+        env=child_environ(),
         process_group=0,  # Ctrl-C interrupts only this process, which then ends the child
     )
     try:
@@ -109,7 +109,8 @@ def ceiling(model: str) -> Iterator[Ceiling]:
         _end(process)
 
 
-def _environ() -> dict[str, str]:
+def child_environ() -> dict[str, str]:
+    """The environment in which a child of this process finds this package, installed or not."""
     package = str(Path(mlx_serve.__file__).resolve().parents[1])
     others = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": f"{package}{os.pathsep}{others}" if others else package}

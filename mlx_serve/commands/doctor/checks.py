@@ -15,11 +15,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from mlx_serve import __version__
+from mlx_serve import __version__, machine
 from mlx_serve.commands.doctor.finding import Finding
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.neighbours import Neighbour
@@ -53,7 +53,7 @@ class Probe:
     def memory_bytes(self) -> int | None:
         """The memory for a model: on Metal the recommended working set, elsewhere the machine's memory."""
         limit = self.facts.get("device_info", {}).get("max_recommended_working_set_size")
-        return limit if isinstance(limit, int) else machine_bytes()
+        return limit if isinstance(limit, int) else machine.memory_bytes()
 
 
 def probe(model: Path | None, flags: Sequence[str] = ()) -> Probe:
@@ -86,7 +86,7 @@ def versions() -> Iterator[Finding]:
         yield Finding("problem", "versions", f"this Python is for {platform.machine()}; MLX needs arm64", advice)
     yield from _namesake()
     for name in _NEEDED:
-        found = _version(name)
+        found = machine.installed(name)
         if found is None:
             yield Finding(
                 "problem",
@@ -97,7 +97,7 @@ def versions() -> Iterator[Finding]:
         else:
             yield Finding("ok", "versions", f"{name} {found}")
     for name, extra in _EXTRAS.items():
-        if (found := _version(name)) is not None:
+        if (found := machine.installed(name)) is not None:
             yield Finding("ok", "versions", f"{name} {found}")
         else:
             yield Finding(
@@ -121,13 +121,6 @@ def _namesake() -> Iterator[Finding]:
         yield Finding("problem", "versions", text, advice)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def device(found: Probe) -> Iterator[Finding]:
     """The device that MLX computes on, its memory, and the BLAS if it is a CPU."""
     if found.skipped:
@@ -141,7 +134,7 @@ def device(found: Probe) -> Iterator[Finding]:
     name = info.get("device_name", "unknown")
     yield Finding("ok", "device", f"MLX computes on the {found.facts.get('device')}: {name}")
     yield from _blas(found) if found.facts.get("device") == "cpu" else _metal(info)
-    if total := machine_bytes():
+    if total := machine.memory_bytes():
         yield Finding("ok", "memory", f"the machine has {bytes_text(total)}")
 
 
@@ -167,14 +160,6 @@ def _metal(info: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("ok", "memory", text, advice)
 
 
-def machine_bytes() -> int | None:
-    """The memory of this machine; None where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-
-
 def metal_users(others: Sequence[Neighbour]) -> Iterator[Finding]:
     """Other programs that may use the GPU."""
     for other in others:
@@ -184,7 +169,7 @@ def metal_users(others: Sequence[Neighbour]) -> Iterator[Finding]:
 
 def memory(settings: Config) -> Iterator[Finding]:
     """Whether the machine has the memory that the flags give to models and caches."""
-    total = machine_bytes()
+    total = machine.memory_bytes()
     for name, wanted in (("--memory-bytes", settings.memory_bytes), ("--kv-cache-bytes", settings.kv_cache_bytes)):
         if total and wanted and wanted > total:
             text = f"{name} {bytes_text(wanted)} is more than the machine's {bytes_text(total)}"

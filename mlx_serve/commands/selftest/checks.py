@@ -162,10 +162,10 @@ def memory(target: LoadTarget) -> CheckResult:
     return CheckResult("memory", found, peak <= _MOST_PEAK * bound, use)
 
 
-def after_a_crash(target: LoadTarget, asked: AskedText, find_child: Callable[[], int | None]) -> CheckResult:
+def after_a_crash(target: LoadTarget, asked: AskedText, child: int | None) -> CheckResult:
     """The server's process is killed: the port stays, and the next answer is the same as before."""
     name = "a killed process"
-    if (child := find_child()) is None:
+    if child is None:
         return CheckResult(name, "the server runs without --supervise", None)
     os.kill(child, signal.SIGKILL)
     began, n_refused = time.monotonic(), 0

@@ -15,14 +15,12 @@ import json
 import platform
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from mlx_serve.commands.selftest import checks
 from mlx_serve.commands.selftest.checks import AskedText, CheckResult
 from mlx_serve.commands.selftest.server import ServerError, TestedServer, serving
 from mlx_serve.commands.terminal import table
+from mlx_serve.machine import installed
 
 _INTERRUPTED = 128 + signal.SIGINT
 # English sentences, which every model continues in some way.
@@ -141,7 +140,7 @@ class SelfTest:
         self._check(checks.beside_a_long_prompt(target, asked[1], long))
         rounds = {n: self._round(target, n) for n in _LEVELS}
         self._check(checks.memory(target))
-        self._check(checks.after_a_crash(target, asked[0], lambda: _child_of(server.process.pid)))
+        self._check(checks.after_a_crash(target, asked[0], server.child))
         return rounds
 
     def _round(self, target: LoadTarget, n_clients: int) -> tuple[Summary, list[Record]]:
@@ -183,7 +182,7 @@ class SelfTest:
         n_failed = sum(result.passed is False for result in self.results)
         about = {
             "mlx_serve": __version__,
-            **{name: version(name) for name in ("mlx", "mlx-lm")},
+            **{name: installed(name) for name in ("mlx", "mlx-lm")},
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
             "model": self._model,
             "flags": " ".join(self._flags),
@@ -209,10 +208,3 @@ def _long_text(n_tokens: int) -> str:
     """About so many tokens of words that no prefix cache has seen."""
     pick = random.Random(_SEED)  # noqa: S311 - no secret
     return " ".join(pick.choice(("river", "stone", "light", "under", "seven", "green")) for _ in range(n_tokens))
-
-
-def _child_of(pid: int) -> int | None:
-    """The process that a supervising server has started; None if it has none."""
-    done = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)  # noqa: S603, S607
-    words = done.stdout.split()
-    return int(words[0]) if words else None

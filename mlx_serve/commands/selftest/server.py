@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import signal
@@ -14,8 +13,11 @@ from dataclasses import dataclass
 from typing import IO
 
 from mlx_serve.client.place import Place, place
+from mlx_serve.commands.bench.ceiling import child_environ
 
 _READY = re.compile(r"ready: (http://\S+)")
+# What the parent of a supervised server logs.
+_CHILD = re.compile(r"the server process is (\d+)")
 _STOP_TIMEOUT_S = 60.0
 # How much of a failed server's log is shown.
 _MOST_LINES = 20
@@ -27,10 +29,10 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TestedServer:
-    """A running server: its address with a key, and its process."""
+    """A running server: its address with a key, and the process that its parent has started; None: it has none."""
 
     where: Place
-    process: subprocess.Popen[str]
+    child: int | None
 
 
 @contextmanager
@@ -42,17 +44,18 @@ def serving(flags: Sequence[str], log: IO[str]) -> Iterator[TestedServer]:
         [sys.executable, "-P", "-m", "mlx_serve", *flags, "--supervise", "--host", "127.0.0.1", "--port", "0"],
         stderr=log,
         text=True,
-        env={**os.environ, "MLX_SERVE_API_KEY": key},
+        env={**child_environ(), "MLX_SERVE_API_KEY": key},
         process_group=0,  # Ctrl-C interrupts only this process, which then ends the server
     )
     try:
-        yield TestedServer(place(_address(process, log), key), process)
+        url, child = _started(process, log)
+        yield TestedServer(place(url, key), child)
     finally:
         _end(process)
 
 
-def _address(process: subprocess.Popen[str], log: IO[str]) -> str:
-    """Waits for the ready line. Raises ServerError."""
+def _started(process: subprocess.Popen[str], log: IO[str]) -> tuple[str, int | None]:
+    """Waits for the ready line. Returns the address, and the server process. Raises ServerError."""
     with open(log.name, encoding="utf-8", errors="replace") as lines:
         seen: list[str] = []
         while process.poll() is None:
@@ -62,7 +65,8 @@ def _address(process: subprocess.Popen[str], log: IO[str]) -> str:
                 continue
             seen.append(line)
             if found := _READY.search(line):
-                return found[1]
+                child = _CHILD.search("".join(seen))
+                return found[1], int(child[1]) if child is not None else None
         raise ServerError("".join([*seen, *lines][-_MOST_LINES:]).strip() or "the server ended without a word")
 
 

@@ -256,8 +256,3 @@ def _can_trim(layer: Any) -> bool:
         # This cache reports itself as trimmable, but the tokens before its start are gone.
         return bool(layer.start_position == 0)
     return bool(layer.is_trimmable())
-
-
-def has_every_token(cache: Sequence[Any]) -> bool:
-    """Whether a cache holds nothing but the keys and values of every token, as they are."""
-    return all(type(layer) is KVCache for layer in leaves(cache))

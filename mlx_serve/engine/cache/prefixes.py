@@ -23,15 +23,12 @@ from mlx_serve.engine.cache.prefix_tree import (
     Node,
     Path,
     PrefixTree,
-    as_ids,
     best_member,
     common,
     members_in_common,
     shared_tokens,
 )
 from mlx_serve.engine.cache.writer import Save
-
-__all__ = ["Ids", "PrefixCache", "PromptPlace", "as_ids", "common", "is_whole"]
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ own; ``unkept_bytes`` counts those that it has given up. Knows no MLX.
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from mlx_serve.engine.cache.file import BLOCK_KEY_BYTES, BLOCK_TOKENS, TOKEN_BYTES
 from mlx_serve.engine.cache.form import Form
 from mlx_serve.engine.cache.store import CacheStore, Count
+from mlx_serve.machine import memory_bytes
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,8 @@ class CacheWriter:
 
     def __init__(self, store: CacheStore, max_pending_bytes: int | None = None) -> None:
         self._store = store
-        self._max_pending_bytes = _memory_bytes() // _PENDING_SHARE if max_pending_bytes is None else max_pending_bytes
+        most = (memory_bytes() or 0) // _PENDING_SHARE if max_pending_bytes is None else max_pending_bytes
+        self._max_pending_bytes = most
         self._changed = Condition()
         self._queue: deque[Save] = deque()
         self._writing: Save | None = None
@@ -182,7 +183,3 @@ def _slices(save: Save, start: int, end: int, last: Sequence[NDArray[Any]] = ())
         yield view[..., start:end, :].tobytes()
     for view in last:
         yield view.tobytes()
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

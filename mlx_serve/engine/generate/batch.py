@@ -4,13 +4,12 @@
       ^                                                                         |
       +----------------------------- paused, kept prefix <-------- pause --------+
 
-Each prompt is prefilled alone, in its own cache. The sequence then joins the running batch (rows.py) with this cache
-and the prompt's last token. Lives on the worker thread.
+Each prompt is prefilled in its own cache, alone or beside others (side_by_side.py). The sequence then joins the running
+batch (rows.py) with this cache and the prompt's last token. Lives on the worker thread.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections import deque
@@ -20,11 +19,12 @@ from typing import Any, Literal
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.backend import ALIKE, StepPlan, is_last
+from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
-from mlx_serve.engine.cache.kinds import has_every_token
+from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.cache.loading import Loading
-from mlx_serve.engine.cache.prefixes import Ids, as_ids, is_whole
+from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
+from mlx_serve.engine.cache.prefixes import is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.bank import Row
@@ -40,8 +40,6 @@ from mlx_serve.engine.generate.sharing import MIN_SHARED, Sharing
 from mlx_serve.engine.generate.side_by_side import chosen, prefill_together
 from mlx_serve.engine.generate.token_choice import Loaded, TokenChoice, make_choice
 from mlx_serve.values import Event, Failed, Job, Started
-
-log = logging.getLogger(__name__)
 
 # A step may exceed its size by so many tokens to finish a prompt. The rest would need another pass through the model.
 _STRETCH = 1.25
@@ -88,9 +86,8 @@ class BatchBackend(LoadedBackend):
         self._embedder = Embedder(loaded)
         self._embedding: deque[Embedding] = deque()
         self._budget = PrefillBudget(options.prefill_step_size)
-        self._runs_together = not (loaded.alone or loaded.quantization) and has_every_token(
-            make_prompt_cache(loaded.model)
-        )
+        # Padding has to be cut off again.
+        self._pads = not (loaded.alone or loaded.quantization) and always_trims(make_prompt_cache(loaded.model))
 
     @property
     def n_decoding(self) -> int:
@@ -266,7 +263,7 @@ class BatchBackend(LoadedBackend):
 
     def _feed_together(self, n_tokens: int, n_overhead: int, events: list[tuple[Job, Event]]) -> int:
         """Run short prompts in one pass, where that is quicker, and return how many tokens ran."""
-        if not n_overhead or not self._runs_together:
+        if not n_overhead or not self._pads:
             return 0
         fresh: list[RunningSequence] = []
         for prompt in self._ready():
@@ -278,15 +275,14 @@ class BatchBackend(LoadedBackend):
         if not prompts:
             return 0
         caches = [self._started(prompt, events) for prompt in prompts]
+        tokens = [prompt.ids[:-1].tolist() for prompt in prompts]
         started_s = self._clock()
-        try:
-            filled = prefill_together(self._loaded.model, caches, [prompt.ids[:-1].tolist() for prompt in prompts])
-        except ALIKE:
+        filled = self.attempt(prompts[0].choice.job, lambda: prefill_together(self._loaded.model, caches, tokens))
+        if isinstance(filled, Failed):
             # Each then runs alone, and fails alone.
             for prompt in prompts:
                 prompt.cache = None
-            self._runs_together = False
-            log.exception("prompts of this model do not run side by side")
+            self._pads = False
             return 0
         n = len(prompts) * max(prompt.n_left for prompt in prompts)
         self._budget.note(n, self._clock() - started_s)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mlx_serve.engine.backend import ALIKE, NO_GAP, Backend, StepPlan
 from mlx_serve.engine.cache.checkpoints import Trail, borders
-from mlx_serve.engine.cache.prefixes import Ids, as_ids
+from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 

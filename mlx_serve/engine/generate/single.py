@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_serve.engine.backend import StepPlan, is_last
 from mlx_serve.engine.cache.checkpoints import Trail
 from mlx_serve.engine.cache.loading import Loading
-from mlx_serve.engine.cache.prefixes import Ids, as_ids
+from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.batch import BatchOptions
 from mlx_serve.engine.generate.embedding import Embedder, Embedding

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -41,6 +40,7 @@ from mlx_serve.engine.models.sharding import Sharding
 from mlx_serve.engine.models.tokenizers import TokenizerStore
 from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
 from mlx_serve.engine.models.wired import WiredLimit
+from mlx_serve.machine import memory_bytes
 from mlx_serve.paths import expanded, is_repository
 from mlx_serve.values import Progress
 
@@ -332,7 +332,7 @@ def device_bytes() -> int:
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if recommended is not None:
         return int(recommended)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * 7 // 10
+    return (memory_bytes() or 0) * 7 // 10
 
 
 @contextmanager

@@ -141,7 +141,7 @@ class Scheduler:
             slot = self._slots.get(name)
             if slot is None:
                 return False
-            if slot.running or slot.paused or any(job.model == name for job in self._waiting):
+            if not slot.is_idle or any(job.model == name for job in self._waiting):
                 raise ApiError(409, f"Requests for {name} run or wait.", param="model", code="model_busy")
             self._unwanted.add(name)
             self._changed.notify_all()
@@ -344,7 +344,7 @@ class Scheduler:
             names, self._unwanted = self._unwanted, set()
         for name in names:
             # A request may have come since.
-            if name in self._slots and not (self._slots[name].running or self._slots[name].paused):
+            if name in self._slots and self._slots[name].is_idle:
                 log.info("unloading %s: somebody asked for it", name)
                 self._loaded.unload(name)
 
