@@ -39,13 +39,14 @@ class Lookup:
         # The chance that the first drafted token is right. A text that repeats nothing has none to try.
         self.chance = 0.0
 
-    def add(self, token: int) -> None:
-        """Append a token that has come, and note whether it would have been drafted."""
-        guess = self.draft(1)
-        self.chance += _WEIGHT * ((guess == [token]) - self.chance)
-        if self._tokens:
-            self._index(len(self._tokens))
-        self._tokens.append(token)
+    def add(self, *tokens: int) -> None:
+        """Append tokens that have come, and note whether each would have been drafted."""
+        for token in tokens:
+            guess = self.draft(1)
+            self.chance += _WEIGHT * ((guess == [token]) - self.chance)
+            if self._tokens:
+                self._index(len(self._tokens))
+            self._tokens.append(token)
 
     def draft(self, n_tokens: int) -> list[int]:
         """At most ``n_tokens`` that may come next."""
