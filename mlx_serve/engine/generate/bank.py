@@ -39,22 +39,24 @@ class Row:
     logprobs: OutputLogprobs | None = None
     # What the processors get: the tokens so far, on the device.
     context: TokenBuffer = field(default_factory=TokenBuffer)
-    # Drafts: where to look them up, the tokens that the output may still get, and the tokens that end it.
+    # Drafts: the most to check at a time, where to look them up, the tokens that the output may still get, and the
+    # tokens that end it.
+    max_drafts: int = 0
     lookup: Lookup | None = None
     n_left: int = 0
     ends: frozenset[int] = frozenset()
     # Whether the token that was fed last is part of the output.
     has_begun: bool = False
 
-    def draft(self, token: int, n_tokens: int) -> list[int]:
-        """At most ``n_tokens`` that may follow ``token``, which comes behind ``tokens``, within the output."""
-        if self.lookup is None:
-            return []
-        if self.has_begun:
-            self.lookup.add(token)
-            if token in self.ends:
-                return []
-        return self.lookup.draft(min(n_tokens, self.n_left - self.has_begun))
+    def n_wanted(self, token: int, n_most: int) -> int:
+        """How many of ``n_most`` tokens to draft behind ``token``, which comes behind ``tokens``."""
+        if self.has_begun and token in self.ends:
+            return 0
+        return max(0, min(n_most, self.max_drafts, self.n_left - self.has_begun))
+
+    def expected(self, n_tokens: int) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right."""
+        return self.lookup.expected(min(n_tokens, self.max_drafts)) if self.lookup is not None else 0.0
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append what was fed to the model. Returns the part of it that is output."""
@@ -85,6 +87,13 @@ class Bank:
     def can_cut_back(self) -> bool:
         """Whether tokens can be dropped again, as wrong drafts must be."""
         return self.cache.can_cut_back
+
+    @property
+    def drafting(self) -> list[Row]:
+        """The rows that something can propose drafts for."""
+        if not self.can_cut_back:
+            return []
+        return [row for row in self.rows if row.lookup is not None and row.max_drafts]
 
     def join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
         """Add a row whose next input is ``drawn``, shape (1,)."""
@@ -129,7 +138,9 @@ class Bank:
         """
         tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
         started_s = self._clock()
-        drafts = [row.draft(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
+        drafts = self._propose(
+            tokens, [row.n_wanted(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
+        )
         n = max(map(len, drafts))
         fed = mx.array(
             [[token, *draft] + [token] * (n - len(draft)) for token, draft in zip(tokens, drafts, strict=True)]
@@ -163,6 +174,16 @@ class Bank:
         self._drawn = mx.array(following, mx.uint32)
         self.seconds, self._ended_s = self._clock() - started_s if n else None, None
         return out
+
+    def _propose(self, tokens: Sequence[int], n_wanted: Sequence[int]) -> list[list[int]]:
+        """For each row at most so many tokens that may follow ``tokens``, which each row has drawn last."""
+        for row, token in zip(self.rows, tokens, strict=True):
+            if row.lookup is not None and row.has_begun:
+                row.lookup.add(token)
+        return [
+            row.lookup.draft(n) if row.lookup is not None and n else []
+            for row, n in zip(self.rows, n_wanted, strict=True)
+        ]
 
     def _time(self, started_s: float) -> None:
         """Take the time of a step whose pass runs on. It is that from step to step, unless other work came between."""

@@ -28,7 +28,7 @@ from mlx_serve.engine.cache.prefixes import is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.bank import Row
-from mlx_serve.engine.generate.drafts import Lookup
+from mlx_serve.engine.generate.drafts import LENGTHS, Lookup
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
@@ -401,7 +401,8 @@ class BatchBackend(LoadedBackend):
         *tokens, last = sequence.ids.tolist()
         row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
-        if self._drafts and not choice.follows_tokens:
+        row.max_drafts = 0 if choice.follows_tokens else max(LENGTHS)
+        if self._drafts and row.max_drafts:
             row.lookup = Lookup([*tokens, last])
         sequence.row = row
         self._rows.join(sequence.row, sequence.cache)

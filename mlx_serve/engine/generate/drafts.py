@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
+from typing import Protocol
 
 # A draft follows the longest of these n-grams that stands at the end of a text and occurs earlier in it.
 _LONGEST = 3
@@ -25,6 +26,13 @@ _WORTH_A_TRIAL = 1.4
 _KEPT_TIMES = 5
 # A length whose passes were too slow is measured again after so many passes.
 _STALE = 400
+
+
+class Drafting(Protocol):
+    """A row that something proposes drafts for."""
+
+    def expected(self, n_tokens: int) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right."""
 
 
 class Lookup:
@@ -78,15 +86,15 @@ class DraftLength:
         # By the same: how many passes have run since the last one of this kind.
         self._age: dict[tuple[int, int], int] = {}
 
-    def choose(self, n_rows: int, lookups: Sequence[Lookup]) -> int:
-        """How many tokens to draft in the next pass of these rows, of which some have lookups; 0: none."""
+    def choose(self, n_rows: int, drafting: Sequence[Drafting]) -> int:
+        """How many tokens to draft in the next pass of so many rows, some of which are ``drafting``; 0: none."""
         size = n_rows.bit_length()
         plain = self._seconds.get((size, 0))
         if plain is None:
             return 0
         best, best_gain = 0, 1.0
         for n in LENGTHS:
-            tokens = 1 + sum(lookup.expected(n) for lookup in lookups) / n_rows
+            tokens = 1 + sum(row.expected(n) for row in drafting) / n_rows
             times = self._seconds.get((size, n))
             # A length that was not measured lately is tried, as if its passes took no longer than those without drafts.
             is_known = times is not None and self._age[size, n] <= _STALE

@@ -92,8 +92,8 @@ class Rows:
             return [(row, token) for bank in self._banks.values() for row, out in self._run(bank) for token in out]
 
     def _run(self, bank: Bank) -> list[tuple[Row, list[int]]]:
-        lookups = [row.lookup for row in bank.rows if row.lookup is not None]
-        wanted = self.draft_length.choose(len(bank.rows), lookups) if lookups and bank.can_cut_back else 0
+        drafting = bank.drafting
+        wanted = self.draft_length.choose(len(bank.rows), drafting) if drafting else 0
         out = bank.step_with_drafts(wanted) if wanted else bank.step()
         if bank.seconds is not None:
             self.draft_length.note(len(bank.rows), wanted, bank.seconds)
