@@ -93,7 +93,8 @@ class FakeBackend:
 
     ``on_step`` runs before each step and may raise. Any of ``end_ids`` ends an answer. A KV cache takes ``token_bytes``
     bytes for each token. The backend reports ``cached_tokens`` of each prompt as cached. With ``prefill_step``, a step
-    prefills so many tokens of each prompt that is not done; otherwise a prompt takes no time.
+    prefills so many tokens of each prompt that is not done; otherwise a prompt takes no time. Each token of a job's
+    prediction counts as drafted.
     """
 
     alone = ""
@@ -209,6 +210,9 @@ class FakeBackend:
 
     def _next(self, job: Job) -> TokenEvent:
         n, token = next(self._jobs[job])
+        for predicted in job.prediction[n - 1 : n]:
+            job.n_accepted += predicted == token
+            job.n_rejected += predicted != token
         finish = None
         if token in self._end_ids:
             finish = "stop"

@@ -298,10 +298,11 @@ class Job:
     """One sequence to generate. The samples of one request share ``events`` and differ in ``index``.
 
     With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
-    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. Four fields
-    change: ``arrived_s`` (monotonic) is set when the job is queued; ``cancelled`` is set once, by any thread, and read
-    by the engine's; ``n_prefilled``, the prompt tokens in the job's KV cache, and ``n_output``, its tokens so far, are
-    set by the engine's and read by any.
+    ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. ``prediction``:
+    what the output may look like, from which it is drafted. Six fields change: ``arrived_s`` (monotonic) is set when
+    the job is queued; ``cancelled`` is set once, by any thread, and read by the engine's; ``n_prefilled``, the prompt
+    tokens in the job's KV cache, ``n_output``, its tokens so far, and ``n_accepted`` and ``n_rejected``, the tokens
+    that were drafted from the prediction and were right and wrong, are set by the engine's and read by any.
     """
 
     model: str
@@ -312,10 +313,13 @@ class Job:
     priority: int = 0
     inputs: Inputs | None = None
     scope: str = ""
+    prediction: tuple[int, ...] = ()
     arrived_s: float = 0.0
     cancelled: bool = False
     n_prefilled: int = 0
     n_output: int = 0
+    n_accepted: int = 0
+    n_rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,12 +365,14 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole request."""
+    """Token counts of a whole request. The last two are of tokens that were drafted from its prediction."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

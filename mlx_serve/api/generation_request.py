@@ -85,6 +85,8 @@ class GenerationRequest:
     # Smaller is earlier.
     priority: int = 0
     cache_salt: str | None = None
+    # What the answer may look like; "": the client does not know.
+    prediction: str = ""
     # These may only name the adapters and draft model that the server was started with.
     adapters: str | None = None
     draft_model: str | None = None

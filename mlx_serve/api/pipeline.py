@@ -73,6 +73,7 @@ class Prepared:
     prompts: Sequence[Prompt]
     grammar: Grammar | None = None
     echoes: Sequence[str] = field(default_factory=list)
+    prediction: tuple[int, ...] = ()
 
     @property
     def defaults(self) -> Mapping[str, Any]:
@@ -91,7 +92,8 @@ def prepare(services: Services, request: RawRequest, asked: GenerationRequest) -
     grammar = _grammar(services, request, entry, asked)
     if isinstance(asked.prompt, ChatConversation):
         found = [prompts.chat_prompt(services, request, entry, tokenizer, asked.prompt)]
-        return Prepared(services, request, asked, entry, tokenizer, found, grammar)
+        prediction = prompts.prediction_tokens(services, request, entry, tokenizer, asked.prediction)
+        return Prepared(services, request, asked, entry, tokenizer, found, grammar, prediction=prediction)
     found = prompts.text_prompts(services, request, entry, tokenizer, asked.prompt)
     texts = prompts.echoes(tokenizer, asked.prompt)
     return Prepared(services, request, asked, entry, tokenizer, found, grammar, texts)
@@ -238,6 +240,7 @@ def _jobs(prepared: Prepared, options: OutputOptions) -> list[Job]:
             events,
             asked.priority,
             scope=scope,
+            prediction=prepared.prediction,
         )
         for i, (prompt, sampling) in enumerate(zip(prepared.prompts, samplings, strict=True))
         for k in range(asked.n_samples)

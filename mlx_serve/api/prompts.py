@@ -13,6 +13,7 @@ from mlx_serve.api.serving import Services, context_tokens, template_options
 from mlx_serve.engine.catalog import ModelEntry
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.text.prompt import can_continue, chat_text, text_prompt
+from mlx_serve.text.templates.rendering import guard_of
 from mlx_serve.text.tokenizer import Tokenizer
 from mlx_serve.values import Prompt, RawRequest
 
@@ -40,6 +41,18 @@ def chat_prompt(
         return asked.shorten(messages, render, tokenizer, check, most - min(asked.reserved, most // 2))
     check(n_content_chars(asked.messages) // tokenizer.max_token_chars)
     return render(messages).prompt(check)
+
+
+def prediction_tokens(
+    services: Services, request: RawRequest, entry: ModelEntry, tokenizer: Tokenizer, text: str
+) -> tuple[int, ...]:
+    """The tokens of a predicted answer, which has to fit in the context as a prompt does."""
+    if not text:
+        return ()
+    check = length_check(request, context_tokens(services, entry), "prediction", "prediction")
+    check(len(text) // tokenizer.max_token_chars)
+    # As an answer has them: a control token that is spelled out in it is text.
+    return tuple(tokenizer.encode(guard_of(tokenizer, is_own=False).text(text), special=False, check=check))
 
 
 def text_prompts(

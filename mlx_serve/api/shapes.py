@@ -42,6 +42,8 @@ def total_usage(usages: Mapping[int, Usage], n_per_prompt: int) -> Usage:
         completion_tokens=sum(usage.completion_tokens for usage in usages.values()),
         cached_tokens=sum(usage.cached_tokens for usage in firsts),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages.values()),
+        accepted_prediction_tokens=sum(usage.accepted_prediction_tokens for usage in usages.values()),
+        rejected_prediction_tokens=sum(usage.rejected_prediction_tokens for usage in usages.values()),
     )
 
 

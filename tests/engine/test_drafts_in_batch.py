@@ -69,19 +69,38 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("length", [3, 7, None])
-def test_drafts_change_no_token(name, length):
+@pytest.mark.parametrize(
+    ("length", "ngram", "predicts"),
+    [(7, True, False), (None, True, False), (None, False, True), (None, True, True)],
+    ids=["7 tokens", "by n-grams", "by predictions", "by both"],
+)
+def test_drafts_change_no_token(name, length, ngram, predicts):
     model = tiny_llama()
     jobs = [job(prompt, n, **SAMPLINGS[name]) for prompt, n in zip(PROMPTS * 2, [1, 2, 24, 40] * 2, strict=True)]
-    again = [replace_queue(one) for one in jobs]
     want = run(BatchBackend(loaded(model), BatchOptions()), jobs)
-    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(length))
+    again = [
+        replace_queue(one, prediction=edited([token for token, *_ in output]) if predicts else ())
+        for one, output in zip(jobs, want, strict=True)
+    ]
+    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=ngram)), Always(length))
     assert run(backend, again) == want
-    assert backend._rows.n_drafted > 10
+    n_drafted, n_accepted = backend._rows.n_drafted, backend._rows.n_accepted
+    assert n_drafted > 10
+    counts = sum(one.n_accepted for one in again), sum(one.n_rejected for one in again)
+    if predicts:
+        assert all(counts)
+        assert n_accepted > 10
+    if not (ngram and predicts):
+        assert counts == ((n_accepted, n_drafted - n_accepted) if predicts else (0, 0))
 
 
-def replace_queue(one):
-    return Job(one.model, one.prompt, one.sampling, one.index, SimpleQueue())
+def edited(tokens):
+    """The output as a client might predict it: a token is missing, another is wrong, and one was not foreseen."""
+    return (*tokens[:5], *tokens[6:11], 1, *tokens[12:20], 2, *tokens[20:])
+
+
+def replace_queue(one, prediction=()):
+    return Job(one.model, one.prompt, one.sampling, one.index, SimpleQueue(), prediction=prediction)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from mlx_serve.engine.generate.drafts import LENGTHS, DraftLength, Lookup
+from mlx_serve.engine.generate.prediction import Prediction
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,70 @@ def test_the_chance_is_that_of_the_first_drafted_token():
     assert wanders.chance < 0.1
     assert repeats.expected(7) > 4
     assert repeats.expected(0) == 0
+
+
+FILE = [*range(100, 120), 7, 8, *range(120, 140), 7, 9, *range(140, 160), 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("output", "draft"),
+    [
+        ([], FILE[:4]),
+        (FILE[:10], FILE[10:14]),
+        # A token is replaced, two are inserted, two are left out.
+        ([*FILE[:10], 5, FILE[11]], FILE[12:16]),
+        ([*FILE[:10], 5, 6, FILE[10]], FILE[11:15]),
+        ([*FILE[:10], FILE[12]], FILE[13:17]),
+        # The next place, though the tokens also stand further on.
+        ([*FILE[:30], 5, 7, 9], [140, 141, 142, 143]),
+        # One token is not looked for so far ahead, and two are.
+        ([*FILE[:10], 150], []),
+        ([*FILE[:10], 150, 151], [152, 153, 154, 155]),
+        # Behind the last place, the last of the earlier ones.
+        ([150, 151, 105, 106], [107, 108, 109, 110]),
+        ([150, 151, *FILE[-5:], 7, 8], [120, 121, 122, 123]),
+        ([*FILE, 7, 9], []),
+        ([5], []),
+        (FILE, []),
+    ],
+)
+def test_a_prediction_is_followed_through_edits(output, draft):
+    prediction = Prediction(FILE)
+    for token in output:
+        prediction.add(token)
+    assert prediction.draft(4)[1] == draft
+    assert Lookup(None, prediction).draft(4) == draft
+
+
+def test_the_longer_match_is_drafted_and_of_equal_ones_the_prediction_s():
+    both = Lookup([1, 2, 3, 50, 1, 2, 3], Prediction([80, 81]))
+    assert both.draft(2) == [80, 81]
+    both = Lookup([1, 2, 3, 50, 51, 2, 3, 60, 3, 70], Prediction([80, 81, 3, 90]))
+    # The output departs from the prediction, where one token is found again.
+    both.add(1, 2, 3)
+    assert both.draft(2) == [50, 51]
+    both = Lookup([70, 5], Prediction([5, 6, 7]))
+    both.add(5)
+    assert both.draft(2) == [6, 7]
+
+
+def test_what_was_drafted_from_the_prediction_is_counted():
+    prediction = Prediction([1, 2, 3, 4])
+    both = Lookup([7, 8, 9], prediction)
+    draft = both.draft(3)
+    both.note_checked(len(draft), 2)
+    both.add(*draft[:2], 7)
+    assert (prediction.n_accepted, prediction.n_rejected) == (2, 1)
+    assert both.draft(2) == [8, 9]
+    both.note_checked(2, 1)
+    assert (prediction.n_accepted, prediction.n_rejected) == (2, 1)
+
+
+def test_a_prediction_is_tried_at_once_and_given_up_where_it_is_wrong():
+    both = Lookup(None, Prediction(range(50)))
+    assert both.expected(3) > 1
+    both.add(*[99] * 30)
+    assert both.expected(3) < 0.1
 
 
 def lookup(chance):

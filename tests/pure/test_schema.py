@@ -447,13 +447,45 @@ def test_fields_of_openai_s_own_service_change_nothing():
         "prompt_cache_retention": "24h",
         "verbosity": "low",
         "modalities": ["text"],
-        "prediction": {"type": "content", "content": "x"},
         "web_search_options": {},
         "moderation": {},
         "parallel_tool_calls": True,
         "function_call": "none",
     }
     assert sampling_of(chat(**ignored)) == sampling_of(chat())
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (None, ""),
+        ({"type": "content", "content": "ab"}, "ab"),
+        ({"type": "content", "content": ""}, ""),
+        ({"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
+    ],
+)
+def test_a_prediction_is_a_text_or_parts_of_one(given, text):
+    request = chat(prediction=given).generation_request()
+    assert request.prediction == text
+    assert request.sampling == chat().generation_request().sampling
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ("text", "prediction"),
+        ([], "prediction"),
+        ({"content": "a"}, "prediction.type"),
+        ({"type": "text", "content": "a"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": ["a"]}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "prediction.content"),
+        ({"type": "content", "content": "\ud800"}, "prediction.content"),
+    ],
+)
+def test_a_prediction_of_another_shape_is_refused(given, param):
+    assert refusal(chat, prediction=given).param == param
 
 
 def test_penalties_without_a_context_size_look_at_the_whole_output():

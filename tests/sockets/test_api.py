@@ -200,6 +200,48 @@ def test_usage_comes_last_when_it_is_asked_for(server):
     assert chunks[-1]["usage"] == server.chat()[2]["usage"]
 
 
+def predicted(text):
+    return {"prediction": {"type": "content", "content": text}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "counts"),
+    [
+        ({}, (0, 0)),
+        (predicted("abcdef"), (6, 0)),
+        (predicted([{"type": "text", "text": "abXd"}]), (3, 1)),
+        # Control tokens are text there.
+        (predicted("abc<eos>"), (4, 3)),
+        (predicted("abcdef") | {"n": 2}, (12, 0)),
+        (predicted("XX") | {"stop": "cd", "logprobs": True}, (0, 2)),
+    ],
+)
+def test_usage_counts_what_was_drafted_from_a_prediction(fields, counts):
+    with serving(answering("abcdef")) as server:
+        status, _, body = server.chat(**fields)
+        chunks = events(server.chat(stream=True, stream_options={"include_usage": True}, **fields)[2])
+    assert status == 200
+    details = body["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == counts
+    assert chunks[-1]["usage"] == body["usage"]
+
+
+def test_no_more_predicted_tokens_are_accepted_than_the_answer_has():
+    def ahead(jobs):
+        for job in jobs:
+            job.n_accepted += 3
+
+    with serving(answering("abcdef", on_step=ahead)) as server:
+        usage = server.chat(stop="b")[2]["usage"]
+    assert usage["completion_tokens"] == usage["completion_tokens_details"]["accepted_prediction_tokens"] == 2
+
+
+def test_a_prediction_has_the_limit_of_a_prompt(server):
+    reply = server.chat(**predicted("x" * 5000))
+    assert_error(reply, 400, code="context_length_exceeded", param="prediction")
+    assert server.chat(**predicted("x" * 4096))[0] == 200
+
+
 def test_the_choices_of_a_stream_interleave_and_end_each_for_itself(server):
     chunks = events(server.chat(stream=True, n=2)[2])
     order = [c["choices"][0]["index"] for c in chunks]

@@ -137,7 +137,7 @@ def stream(
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's usage object; audio and predictions do not occur here."""
+    """OpenAI's usage object; audio does not occur here."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -146,8 +146,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens_details": {
             "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
-            "accepted_prediction_tokens": 0,
-            "rejected_prediction_tokens": 0,
+            "accepted_prediction_tokens": usage.accepted_prediction_tokens,
+            "rejected_prediction_tokens": usage.rejected_prediction_tokens,
         },
     }
 

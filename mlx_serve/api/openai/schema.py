@@ -102,6 +102,13 @@ class ChatMessage(Model):
 _NEW_NAMES = {"developer": "system", "function": "tool"}
 
 
+class _Prediction(Model):
+    """OpenAI's predicted output: a text that much of the answer will repeat."""
+
+    type: Literal["content"]
+    content: Annotated[Str, BeforeValidator(content_text)]
+
+
 # rapid-mlx's name of the limit on the reasoning, vLLM's, llama.cpp's two, and that of Qwen's own service.
 _REASONING_MAX_TOKENS = AliasChoices(
     "reasoning_max_tokens",
@@ -113,7 +120,7 @@ _REASONING_MAX_TOKENS = AliasChoices(
 
 # Of OpenAI's fields, those that only some of its own models have, or that its service keeps for itself, change nothing
 # here and are ignored, as unknown ones are: user, metadata, store, service_tier, safety_identifier, prompt_cache_key,
-# prompt_cache_retention, verbosity, prediction, web_search_options, moderation, and parallel_tool_calls without tools.
+# prompt_cache_retention, verbosity, web_search_options, moderation, and parallel_tool_calls without tools.
 
 
 class ChatRequest(Request):
@@ -132,6 +139,7 @@ class ChatRequest(Request):
     reasoning_max_tokens: ReasoningTokens | None = Field(None, validation_alias=_REASONING_MAX_TOKENS)
     modalities: Annotated[list[str], FailFast()] = Field(default_factory=lambda: ["text"])
     audio: Any = None
+    prediction: _Prediction | None = None
     functions: list[Any] = Field(default_factory=list)
     function_call: Any = None
     chat_template_kwargs: TemplateOptions = Field(default_factory=dict)
@@ -237,6 +245,7 @@ class ChatRequest(Request):
             tools=self.offered_tools,
             max_calls=self.max_calls,
             reasoning_tokens=self.reasoning_tokens,
+            prediction=self.prediction.content if self.prediction is not None else "",
             **self.shared(),
         )
 

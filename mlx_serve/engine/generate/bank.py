@@ -167,6 +167,7 @@ class Bank:
             if row.processors and n_right:
                 row.context.update_and_fetch(mx.array(draft[:n_right]))
             if row.lookup is not None:
+                row.lookup.note_checked(len(draft), n_right)
                 row.lookup.add(*draft[:n_right])
             self.n_drafted += len(draft)
             self.n_accepted += n_right

@@ -71,7 +71,8 @@ class BatchBackend(LoadedBackend):
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
         # Drafts depend on times, which differ between ranks.
-        self._drafts = options.draft_ngram and loaded.agree is None
+        self._drafts = loaded.agree is None
+        self._draft_ngram = options.draft_ngram
         super().__init__(loaded)
         # Prompts, in the order of their arrival.
         self._prompts: list[RunningSequence] = []
@@ -401,9 +402,9 @@ class BatchBackend(LoadedBackend):
         *tokens, last = sequence.ids.tolist()
         row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
-        row.max_drafts = 0 if choice.follows_tokens else max(LENGTHS)
-        if self._drafts and row.max_drafts:
-            row.lookup = Lookup([*tokens, last])
+        row.max_drafts = max(LENGTHS) if self._drafts and not choice.follows_tokens else 0
+        if row.max_drafts and (self._draft_ngram or choice.prediction is not None):
+            row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction)
         sequence.row = row
         self._rows.join(sequence.row, sequence.cache)
         sequence.cache = None

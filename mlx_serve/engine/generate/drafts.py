@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Protocol
 
-# A draft follows the longest of these n-grams that stands at the end of a text and occurs earlier in it.
-_LONGEST = 3
+from mlx_serve.engine.generate.prediction import LONGEST, Prediction
+
 # So many of a prompt's last tokens are indexed: 2 us each, while every stream waits.
 _INDEXED = 8192
+# At first a predicted token is taken to be right this often.
+_PREDICTED = 0.8
 # How many tokens a pass may draft for each row.
 LENGTHS = (1, 3, 7)
 # The newest draft's weight in a row's chance that a drafted token is right.
@@ -36,7 +38,48 @@ class Drafting(Protocol):
 
 
 class Lookup:
-    """What followed the end of a text when it occurred earlier in the text."""
+    """What may come next in a text, by what followed its end elsewhere: earlier in it, or in a prediction of it."""
+
+    def __init__(self, tokens: Sequence[int] | None, prediction: Prediction | None = None) -> None:
+        """``tokens``: the text so far. None: only the prediction is looked up in."""
+        self._text = _Text(tokens) if tokens is not None else None
+        self._prediction = prediction
+        # Whether the last draft was from the prediction.
+        self._is_predicted = False
+        # The chance that the first drafted token is right. A text that repeats nothing has none to try.
+        self.chance = 0.0 if prediction is None else _PREDICTED
+
+    def add(self, *tokens: int) -> None:
+        """Append tokens that have come, and note whether each would have been drafted."""
+        for token in tokens:
+            guess = self.draft(1)
+            self.chance += _WEIGHT * ((guess == [token]) - self.chance)
+            if self._prediction is not None:
+                self._prediction.add(token)
+            if self._text is not None:
+                self._text.add(token)
+
+    def draft(self, n_tokens: int) -> list[int]:
+        """At most ``n_tokens`` that may come next."""
+        n_matched, draft = self._text.draft(n_tokens) if self._text is not None else (0, [])
+        n_followed, predicted = self._prediction.draft(n_tokens) if self._prediction is not None else (0, [])
+        # The longer match is likelier to go on. Of equal ones the client's own prediction.
+        self._is_predicted = bool(predicted) and n_followed >= n_matched
+        return predicted if self._is_predicted else draft
+
+    def note_checked(self, n_tokens: int, n_right: int) -> None:
+        """So many tokens of the last draft were checked, of which the first ``n_right`` were right."""
+        if self._is_predicted and self._prediction is not None:
+            self._prediction.n_accepted += n_right
+            self._prediction.n_rejected += n_tokens - n_right
+
+    def expected(self, n_tokens: int) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right."""
+        return sum(self.chance**n for n in range(1, n_tokens + 1))
+
+
+class _Text:
+    """A text and its n-grams."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens[-_INDEXED:])
@@ -44,33 +87,23 @@ class Lookup:
         self._followers: dict[tuple[int, ...], int] = {}
         for end in range(1, len(self._tokens)):
             self._index(end)
-        # The chance that the first drafted token is right. A text that repeats nothing has none to try.
-        self.chance = 0.0
 
-    def add(self, *tokens: int) -> None:
-        """Append tokens that have come, and note whether each would have been drafted."""
-        for token in tokens:
-            guess = self.draft(1)
-            self.chance += _WEIGHT * ((guess == [token]) - self.chance)
-            if self._tokens:
-                self._index(len(self._tokens))
-            self._tokens.append(token)
+    def add(self, token: int) -> None:
+        if self._tokens:
+            self._index(len(self._tokens))
+        self._tokens.append(token)
 
-    def draft(self, n_tokens: int) -> list[int]:
-        """At most ``n_tokens`` that may come next."""
-        for n in range(min(_LONGEST, len(self._tokens)), 0, -1):
+    def draft(self, n_tokens: int) -> tuple[int, list[int]]:
+        """How many of the last tokens occurred earlier, and at most ``n_tokens`` of what followed them there."""
+        for n in range(min(LONGEST, len(self._tokens)), 0, -1):
             begin = self._followers.get(tuple(self._tokens[-n:]))
             if begin is not None:
-                return self._tokens[begin : begin + n_tokens]
-        return []
-
-    def expected(self, n_tokens: int) -> float:
-        """How many of ``n_tokens`` drafted tokens will be right."""
-        return sum(self.chance**n for n in range(1, n_tokens + 1))
+                return n, self._tokens[begin : begin + n_tokens]
+        return 0, []
 
     def _index(self, end: int) -> None:
         """Note that the n-grams that end at ``end`` are followed by the token there."""
-        for n in range(1, min(_LONGEST, end) + 1):
+        for n in range(1, min(LONGEST, end) + 1):
             self._followers[tuple(self._tokens[end - n : end])] = end
 
 

@@ -18,6 +18,7 @@ from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.logprobs import OutputLogprobs
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
+from mlx_serve.engine.generate.prediction import Prediction
 from mlx_serve.engine.generate.sampling import Seeded, make_processors, make_sampler
 from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
@@ -62,6 +63,7 @@ class TokenChoice:
     processors: list[Any]
     constraint: Constraint | None
     logprobs: OutputLogprobs | None
+    prediction: Prediction | None = None
     n_output: int = 0
     # The fault of a processor that raised. It fails this job alone, not the batch.
     fault: ApiError | None = None
@@ -79,6 +81,8 @@ class TokenChoice:
     def event(self, token: int, finish: Any) -> TokenEvent | Failed:
         """The event of the output's next token. mlx-lm computes one token ahead, so a fault may be early too."""
         position = self.n_output
+        if self.prediction is not None:
+            self.job.n_accepted, self.job.n_rejected = self.prediction.n_accepted, self.prediction.n_rejected
         self.n_output += 1
         if self.fault is not None:
             return Failed(self.job.index, self.fault)
@@ -101,7 +105,8 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
         processors.append(sampler.follow)
     if loaded.agree is not None:
         sampler = loaded.agree(sampler)
-    choice = TokenChoice(job, sampler, [], constraint, logprobs)
+    prediction = Prediction(job.prediction) if job.prediction else None
+    choice = TokenChoice(job, sampler, [], constraint, logprobs, prediction)
     choice.processors = [_Guarded(processor, choice) for processor in processors]
     return choice
 
