@@ -19,7 +19,7 @@ import heapq
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from queue import SimpleQueue
 from statistics import quantiles
@@ -34,6 +34,7 @@ blas.preload_openblas()
 import mlx.core as mx  # noqa: E402  # OpenBLAS comes first
 from mlx_lm.models.cache import KVCache  # noqa: E402
 
+from mlx_serve.engine.backend import Opening  # noqa: E402
 from mlx_serve.engine.cache.prefixes import PrefixCache  # noqa: E402
 from mlx_serve.engine.cache.size import measure  # noqa: E402
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions  # noqa: E402
@@ -152,13 +153,13 @@ class Models:
         self._size = measure([self.model])
         clock.now_s, self.model.n_prefilled = 0.0, 0
         per_token = self._size.bytes(1 << 20) / (1 << 20)
-        budget = MemoryBudget(int(machine.memory_gb * GB), None, 4, 1, int(machine.memory_gb * GB) // 8)
+        budget = MemoryBudget(int(machine.memory_gb * GB), least_kv_bytes=int(machine.memory_gb * GB) // 8)
         limit = budget.kv_limit([int(machine.weights_gb * GB)])
         assert limit is not None
         # In bytes of the stub's caches.
         self._limit = int(limit / machine.kv_bytes * per_token)
 
-    def open(self, name: str) -> Iterator[None]:
+    def open(self, name: str) -> Opening:
         yield
         loaded = Loaded(
             self.model, VOCAB, frozenset([0]), (0,), PrefixCache(128, None), control_ids=frozenset(), kv_size=self._size
@@ -277,7 +278,7 @@ def simulate(machine: Machine, work: Work) -> Figures:
     """All agents to their last turn, through this server's scheduler."""
     clock = Clock()
     models = Models(machine, clock)
-    scheduler = Scheduler(models, Limits(max_queue=1024), clock)  # type: ignore[arg-type]
+    scheduler = Scheduler(models, Limits(max_queue=1024), clock)
     scheduler.load("m")
     clock.now_s, models.model.n_prefilled = 0.0, 0
     figures = Figures()

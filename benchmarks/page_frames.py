@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import CDPSession, Page, sync_playwright
 
 from mlx_serve import testing
 from mlx_serve.api.status import page
@@ -120,7 +120,7 @@ def watch(tab: Page) -> list[dict[str, float]]:
     return found
 
 
-def metrics(session) -> dict[str, float]:  # noqa: ANN001
+def metrics(session: CDPSession) -> dict[str, float]:
     return {metric["name"]: metric["value"] for metric in session.send("Performance.getMetrics")["metrics"]}
 
 

@@ -13,11 +13,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -25,6 +26,7 @@ from mlx_serve import serve, testing
 from mlx_serve.api.status import page
 from mlx_serve.engine.catalog import Catalog, ModelEntry
 from mlx_serve.testing import EOS, FakeBackend, FakeTokenizer, serving
+from mlx_serve.values import Job
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 NAME = "Qwen3-30B-A3B"
@@ -64,7 +66,7 @@ def server(*, capacity: int = 32, step_s: float = STEP_S) -> Iterator[serve.Runn
     texts = ["<think>", *pieces(think.removeprefix("<think>")), "</think>", *pieces(rest)]
     answer = [*map(tokenizer.learn, texts), EOS]
 
-    def answers(job):  # noqa: ANN001, ANN202
+    def answers(job: Job) -> Iterable[int]:
         return cycle(answer[2:9]) if b"endless" in bytes(t for t in job.prompt.tokens if t < EOS) else answer
 
     entry: ModelEntry = replace(testing.ENTRY, name=NAME, context_tokens=None, vocab_size=10**6)
@@ -94,7 +96,7 @@ def traffic(running: serve.Running, n: int) -> Iterator[None]:
     connections = []
     with ExitStack() as stack:
         for _ in range(n):
-            connection = http.client.HTTPConnection("127.0.0.1", running.http.address[1])
+            connection = http.client.HTTPConnection("127.0.0.1", int(running.http.address[1]))
             stack.callback(connection.close)
             body = {"messages": [{"role": "user", "content": "endless"}], "stream": True, "max_tokens": 100_000}
             connection.request("POST", "/v1/chat/completions", json.dumps(body))
@@ -116,7 +118,7 @@ def read(connection: http.client.HTTPConnection) -> None:
 
 
 @contextmanager
-def tab_of(browser: Browser, running: serve.Running, **options: object) -> Iterator[Page]:
+def tab_of(browser: Browser, running: serve.Running, **options: Any) -> Iterator[Page]:
     context = browser.new_context(**options)
     tab = context.new_page()
     tab.set_default_timeout(TIMEOUT_MS)

@@ -68,7 +68,7 @@ ENTRY = ModelEntry("fake", Path("fake"), 1_700_000_000, context_tokens=4096, voc
 # The id of the first token that ``learn`` adds: larger than the ids of all control tokens.
 _FIRST_WORD = 10_000
 
-Answer = Callable[[Job], Sequence[int]]
+Answer = Callable[[Job], Iterable[int]]
 
 
 def echo(job: Job) -> Sequence[int]:
