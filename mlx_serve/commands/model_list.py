@@ -5,6 +5,7 @@ Unlike the server's catalog, the list includes models that cannot be served, wit
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,10 +42,10 @@ def models(settings: Config) -> list[Found]:
 def _places(settings: Config) -> Iterator[tuple[str, ModelPlace]]:
     for spec in model_options.named(settings):
         source = model_options.place(spec)
-        path = expanded(source) if expanded(source).is_dir() else hub_path(source)
+        path = expanded(source) if os.path.isdir(expanded(source)) else hub_path(source)
         if path is not None:
             yield "--model", ModelPlace(model_options.name_of(spec, path), path)
-    for root in map(expanded, settings.model_dir):
+    for root in filter(os.path.isdir, map(expanded, settings.model_dir)):
         yield from ((str(root), place) for place in below(root))
     if model_options.uses_hub_cache(settings):
         yield from (("hub cache", place) for place in in_hub_cache())

@@ -211,7 +211,7 @@ class Catalog:
         parts = name_parts(name)
         for root in self._roots if parts else ():
             path = root.joinpath(*parts)
-            if (path / "config.json").is_file() and _is_spelled_so(path, len(parts)):
+            if os.path.isfile(path / "config.json") and _is_spelled_so(path, len(parts)):
                 return _entry_or_refuse(name, path)
         return None
 

@@ -6,6 +6,7 @@ its specification's: 8 bytes with the header's length, the header (JSON), the da
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from mlx_serve.engine.model_directory import MAX_TOKENIZER_BYTES, check_files, o
 _MAX_HEADER_BYTES = 100_000_000
 _LFS = b"version https://git-lfs"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# File names in a message.
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class ModelFiles:
 
 def look_into(path: Path) -> ModelFiles:
     """Read a model directory. Problems in it are listed in ``faults`` and never raised."""
+    if closed := _closed(path):
+        text = f"this user may not read {', '.join(closed[:_MOST_NAMED])}" + (
+            "" if len(closed) <= _MOST_NAMED else ", ..."
+        )
+        fault = Fault(text, f"let the server's user read them: chmod -R a+rX {path}")
+        return ModelFiles(path, None, None, None, _weight_bytes(path), has_chat_template=False, faults=(fault,))
     faults: list[Fault] = []
     config, context = _config(path, faults)
     model_type = config.get("model_type")
@@ -69,7 +78,7 @@ def look_into(path: Path) -> ModelFiles:
         model_type=model_type if isinstance(model_type, str) else None,
         quantization=quantization(config) or _stored_type(path),
         context_tokens=context,
-        weight_bytes=sum(_size(file) for file in path.glob("*.safetensors")),
+        weight_bytes=_weight_bytes(path),
         has_chat_template=template,
         faults=tuple(faults),
     )
@@ -217,6 +226,18 @@ def _tokenizer_faults(path: Path) -> Iterator[Fault]:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             yield Fault(f"{name} cannot be read: {reason}", "download the model again")
+
+
+def _closed(path: Path) -> list[str]:
+    """The files of a model directory that exist and that this user may not read."""
+    try:
+        return sorted(file.name for file in path.iterdir() if os.path.exists(file) and not os.access(file, os.R_OK))
+    except OSError:  # not a directory, or a closed one: reported elsewhere
+        return []
+
+
+def _weight_bytes(path: Path) -> int:
+    return sum(_size(file) for file in path.glob("*.safetensors"))
 
 
 def _size(file: Path) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import ssl
 from pathlib import Path
 from typing import Literal, cast
 
-from mlx_serve.paths import expanded
+from mlx_serve.paths import expanded, why_missing
 from mlx_serve.settings.config import Config
 from mlx_serve.values import StartError
 from mlx_serve.wire.access import AccessPolicy
@@ -90,7 +91,8 @@ def _keys_in(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise StartError(f"cannot read the API keys in {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise StartError(f"cannot read the API keys in {path}: {reason}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
         # Otherwise a file that was emptied by mistake would open the server to everybody.
@@ -102,8 +104,8 @@ def _check_tls(settings: Config) -> None:
     if settings.tls_key is not None and settings.tls_cert is None:
         raise StartError("--tls-key needs --tls-cert")
     for path in (settings.tls_cert, settings.tls_key):
-        if path is not None and not Path(path).is_file():
-            raise StartError(f"TLS file not found: {path}")
+        if path is not None and not os.path.isfile(path):
+            raise StartError(f"TLS file not found: {path}{why_missing(Path(path))}")
 
 
 def _check_origins(settings: Config) -> None:

@@ -5,6 +5,7 @@ Uses no MLX: the function that finds a directory or a repository is passed in.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import DEFAULT_NAME, MAX_NAME_CHARS, Catalog, ModelEntry, read_entry
-from mlx_serve.paths import expanded
+from mlx_serve.paths import expanded, why_missing
 from mlx_serve.settings.config import Config
 from mlx_serve.settings.file import ModelSpec
 from mlx_serve.settings.flags import did_you_mean
@@ -91,17 +92,17 @@ def uses_hub_cache(settings: Config) -> bool:
 
 def _spec(text: str) -> ModelSpec:
     match = _NAMED.fullmatch(text)
-    if match is None or expanded(text).exists():
+    if match is None or os.path.exists(expanded(text)):
         return ModelSpec(repo=text)
     return ModelSpec(name=match[1], repo=match[2])
 
 
 def _entry(spec: ModelSpec, locate: Locate) -> ModelEntry:
     source = place(spec)
-    is_directory = expanded(source).exists()
+    is_directory = os.path.exists(expanded(source))
     if spec.path is not None and not is_directory:
         # Without this check, a mistyped path might be looked for on the hub.
-        raise StartError(f"model not found: there is no directory {source!r}")
+        raise StartError(f"model not found: there is no directory {source!r}{why_missing(expanded(source))}")
     path = locate(source)
     return replace(
         read_entry(name_of(spec, path), path, _adapter(spec.adapter_path)),
@@ -120,7 +121,7 @@ def name_of(spec: ModelSpec, path: Path) -> str:
     if spec.name is not None:
         return spec.name
     source = place(spec)
-    return path.resolve().name if expanded(source).exists() else source
+    return path.resolve().name if os.path.exists(expanded(source)) else source
 
 
 def place(spec: ModelSpec) -> str:
@@ -137,8 +138,8 @@ def _adapter(text: str | None) -> Path | None:
         return None
     path = expanded(text)
     for name in _ADAPTER_FILES:
-        if not (path / name).is_file():
-            raise StartError(f"adapters not found: {path} has no {name}")
+        if not os.path.isfile(path / name):
+            raise StartError(f"adapters not found: {path} has no {name}{why_missing(path / name)}")
     return path
 
 
@@ -146,8 +147,8 @@ def directories(settings: Config) -> list[Path]:
     """The directories of --model-dir. Raises StartError if one does not exist."""
     roots = [expanded(root) for root in settings.model_dir]
     for root in roots:
-        if not root.is_dir():
-            raise StartError(f"model directory not found: {root}")
+        if not os.path.isdir(root):
+            raise StartError(f"model directory not found: {root}{why_missing(root)}")
     return roots
 
 

@@ -52,7 +52,7 @@ ORDER = {
     "client": "events place errors answer connection",
     "commands": "terminal model_list models ps stop chat bench doctor service selftest pull completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
-    "commands/doctor": "finding checks crashes command",
+    "commands/doctor": "finding checks files crashes command",
     "commands/selftest": "server checks command",
     "commands/service": "files command",
     "demo": "gguf model",

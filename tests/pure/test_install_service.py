@@ -240,3 +240,20 @@ def test_a_folder_that_the_service_s_user_cannot_enter_is_told(tmp_path):
     tmp_path.chmod(0o700)
     assert command.closed_to("nobody", inner) in (tmp_path, *tmp_path.parents)
     assert command.closed_to("root", inner) is None
+
+
+def test_the_doctor_is_run_as_the_service_s_user(capsys, anybody, tmp_path):
+    _, out, _ = run(capsys, "--for", "systemd", "--run-as", anybody, "--output", tmp_path, "--", "--demo")
+    line = next(line for line in out.splitlines() if " doctor " in line)
+    assert line.strip().startswith(f"sudo -H -u {anybody} /") == (anybody != getpass.getuser())
+
+
+def test_a_program_behind_a_link_into_a_closed_folder_is_told(capsys, monkeypatch, tmp_path):
+    """As the Python of a virtual environment in /opt whose base is in somebody's home."""
+    monkeypatch.setattr(command.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "home" / "bin").mkdir(parents=True)
+    (tmp_path / "home").chmod(0o700)
+    (tmp_path / "python").symlink_to(tmp_path / "home/bin/python")
+    service = Service("x", ("/bin/sh",), "nobody", "nogroup", PurePosixPath("/"), PurePosixPath("/"), system=True)
+    command._warn_of_closed_folders(service)
+    assert f"nobody cannot enter {command.closed_to('nobody', tmp_path / 'home/bin/python')}" in capsys.readouterr().err

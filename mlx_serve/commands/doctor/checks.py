@@ -9,8 +9,6 @@ import json
 import os
 import platform
 import resource
-import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +21,6 @@ from mlx_serve import __version__, machine
 from mlx_serve.commands.doctor.finding import Finding
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.neighbours import Neighbour
-from mlx_serve.paths import expanded
 from mlx_serve.settings import http
 from mlx_serve.settings.config import Config
 from mlx_serve.values import ApiError, RawRequest, Response, StartError
@@ -31,8 +28,6 @@ from mlx_serve.wire.server_options import Application, Target
 
 # cli raises the server's soft limit to the number of connections plus this.
 OTHER_DESCRIPTORS = 256
-# The permissions to read or write a file, for its group and for others.
-_OTHERS = 0o066
 _PROBE_TIMEOUT_S = 180
 _NEEDED = ("mlx", "mlx-lm", "transformers", "huggingface-hub", "pydantic")
 # The name of another server on PyPI, with the same module and command.
@@ -204,20 +199,14 @@ def address(settings: Config) -> Iterator[Finding]:
     """Binds like the server and closes again: checks the port, the socket, the certificate and the keys."""
     application: Application = _NoApplication()
     where = settings.uds or f"{settings.host} port {settings.port}"
-    if settings.uds and Path(settings.uds).exists():
+    if settings.uds and os.path.exists(settings.uds):
         # Binding would take the socket from a running server.
         yield Finding("note", "address", f"{settings.uds} exists", "if no server is using this socket, remove it")
         return
     try:
         http.bind(application, http.options(settings)).close()
     except StartError as error:
-        advice = "choose another --port, or stop the program that uses it (find it with: lsof -nP -i :PORT)"
-        yield Finding(
-            "problem",
-            "address",
-            str(error),
-            advice if "listen" in str(error) else "correct the flag, or the file that it names",
-        )
+        yield Finding("problem", "address", str(error), _address_advice(settings, error))
         return
     yield Finding("ok", "address", f"{where} is free")
     if not http.is_loopback(settings) and not http.api_keys(settings):
@@ -225,30 +214,9 @@ def address(settings: Config) -> Iterator[Finding]:
         yield Finding("note", "address", text, "set --api-key-file")
 
 
-def secret_files(settings: Config) -> Iterator[Finding]:
-    """Whether other users of the machine can read or write the files with keys."""
-    for text in (settings.api_key_file, settings.tls_key):
-        path = expanded(text) if text is not None else None
-        if path is not None and path.is_file() and (mode := path.stat().st_mode & _OTHERS):
-            advice = f"restrict it to the server's user: chmod 600 {path}"
-            yield Finding("note", "keys", f"other users may {_doing(mode)} {path}", advice)
-
-
-def _doing(mode: int) -> str:
-    return "write" if mode & (stat.S_IWGRP | stat.S_IWOTH) else "read"
-
-
-def cache_dir(settings: Config) -> Iterator[Finding]:
-    """Whether the directory for prompt caches is writable, or could be created. Does not create it."""
-    if settings.prompt_cache_dir is None:
-        return
-    wanted = expanded(settings.prompt_cache_dir).absolute()
-    there = next(path for path in (wanted, *wanted.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        advice = f"as the server's user: sudo -u USER mkdir -p {wanted}; or choose another --prompt-cache-dir"
-        yield Finding("problem", "prompt cache", f"{there} is not a writable directory", advice)
-        return
-    free = shutil.disk_usage(there).free
-    text = f"{wanted}: {bytes_text(free)} free; the server uses up to {bytes_text(settings.prompt_cache_disk_bytes)}"
-    short = free < settings.prompt_cache_disk_bytes
-    yield Finding("note" if short else "ok", "prompt cache", text, "lower --prompt-cache-disk-bytes" if short else "")
+def _address_advice(settings: Config, error: StartError) -> str:
+    if not isinstance(error.__cause__, OSError) or "listen" not in str(error):
+        return "correct the flag, or let this user read the file that it names"
+    if isinstance(error.__cause__, PermissionError):
+        return "choose a folder that this user may write to" if settings.uds else "choose a --port above 1023"
+    return f"choose another --port, or stop the program that uses it (it is named by: lsof -nP -i :{settings.port})"

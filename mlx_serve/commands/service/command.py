@@ -119,10 +119,12 @@ def _warn_of_strangers(flags: Sequence[str]) -> None:
 
 def _warn_of_closed_folders(service: Service) -> None:
     """The program and the files of the flags may be in a home that the service's user cannot enter."""
-    paths = [Path(word.partition("=")[2] or word) for word in service.command if "/" in word]
+    named = [Path(word.partition("=")[2] or word) for word in service.command if "/" in word]
+    # A link may lead into a home too, as a virtual environment's Python does.
+    paths = [each for path in (Path(sys.executable), *named) for each in (path, Path(os.path.realpath(path)))]
     for path in dict.fromkeys(closed for path in paths if (closed := closed_to(service.user, path)) is not None):
         text = f"{service.user} cannot enter {path}: install or move what is in it elsewhere, such as to /opt"
-        print(f"mlx-serve install-service: {text}; check with: sudo -u {service.user} ls {path}", file=sys.stderr)
+        print(f"mlx-serve install-service: {text}", file=sys.stderr)
 
 
 def closed_to(user: str, path: Path) -> Path | None:
@@ -130,7 +132,7 @@ def closed_to(user: str, path: Path) -> Path | None:
     account = pwd.getpwnam(user)
     groups = os.getgrouplist(user, account.pw_gid)
     for folder in reversed(path.parents):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             return None
         about = folder.stat()
         shift = 6 if about.st_uid == account.pw_uid else 3 if about.st_gid in groups else 0
@@ -223,11 +225,11 @@ def _absolute_value(flag: str, value: str) -> str:
     if flag == "--model-dir":
         return os.pathsep.join(str(expanded(part).absolute()) for part in value.split(os.pathsep))
     name, sign, place = value.partition("=")
-    if flag in _NAMED and sign and not expanded(value).exists():
+    if flag in _NAMED and sign and not os.path.exists(expanded(value)):
         return f"{name}={_absolute_value('--model', place)}"
     path = expanded(value)
     # If no such path exists, the value is the name of a repository.
-    if flag in _MADE or (flag in _FOUND and path.exists()):
+    if flag in _MADE or (flag in _FOUND and os.path.exists(path)):
         return str(path.absolute())
     return value
 
@@ -281,9 +283,11 @@ def _next(service: Service, files: Sequence[File], folder: Path, manager: str) -
 
 
 def _doctor(service: Service) -> str:
-    """The command that lets the doctor check the same flags."""
+    """The command that lets the doctor check the same flags, as the service's user."""
     program, _ = _program()
-    return shlex.join([*program, "doctor", *service.command[len(program) :]])
+    # -H: with macOS's sudo the doctor would look for models in this user's home.
+    other = ["sudo", "-H", "-u", service.user] if service.user != _account(None)[0] else []
+    return shlex.join([*other, *program, "doctor", *service.command[len(program) :]])
 
 
 def _launchd_commands(service: Service, files: Sequence[File], folder: Path) -> list[str]:
@@ -314,7 +318,7 @@ def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> 
     put = f"sudo install -o root -g root -m 644 {shlex.quote(str(folder / unit.name))} {unit.final}"
     linger = f"sudo loginctl enable-linger {service.user}    # else the service ends with your session"
     owner = f"-o {service.user} -g {service.group}"
-    missing = [path for path in service.writable if service.system and not Path(path).exists()]
+    missing = [path for path in service.writable if service.system and not os.path.exists(path)]
     return [
         *(f"sudo install -d {owner} -m 700 {shlex.quote(str(path))}" for path in missing),
         put if service.system else linger,

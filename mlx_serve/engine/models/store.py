@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -41,7 +42,7 @@ from mlx_serve.engine.models.tokenizers import TokenizerStore
 from mlx_serve.engine.models.weights import files_bytes, held_bytes, id_bound, read_weights
 from mlx_serve.engine.models.wired import WiredLimit
 from mlx_serve.machine import memory_bytes
-from mlx_serve.paths import expanded, is_repository
+from mlx_serve.paths import expanded, is_repository, why_missing
 from mlx_serve.values import Progress
 
 log = logging.getLogger(__name__)
@@ -57,10 +58,10 @@ def locate(name: str, bars: Callable[[str], type[Any]] | None = None) -> Path:
     terminal. Raises LoadError.
     """
     path = expanded(name)
-    if path.exists():
+    if os.path.exists(path):
         return path
     if not is_repository(name):
-        raise LoadError(f"model not found: there is no directory {name!r}")
+        raise LoadError(f"model not found: there is no directory {name!r}{why_missing(path)}")
     try:
         shown = bars(f"fetching {name}") if bars is not None else None
         return Path(snapshot_download(name, allow_patterns=HUB_FILES, tqdm_class=shown))
