@@ -117,6 +117,7 @@ class FakeBackend:
         vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.capacity = capacity
+        self.max_spare: int | None = None
         self._token_bytes = token_bytes
         self._cached_tokens = cached_tokens
         self._prefill_step = prefill_step

@@ -26,22 +26,25 @@ class StepPlan:
     """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream.
 
     ``n_held``: once a prompt is done, the step runs at most so many tokens of others before it decodes; None: any.
-    ``n_overhead``: how many tokens take as long as a pass's overhead.
+    ``n_overhead``: how many tokens take as long as a pass's overhead. ``max_spare``: see ``Backend``.
     """
 
     n_tokens: int
     decodes: bool = True
     n_held: int | None = None
     n_overhead: int = 0
+    max_spare: int | None = None
 
 
 class Backend(Protocol):
     """Generates tokens for one model. Created, stepped and closed on the worker thread.
 
     ``capacity``: how many jobs it takes at a time. ``n_decoding``: how many of them have finished their prompt.
+    ``max_spare``: how many bytes it may take for rows of the batch that are free, from the next step on; None: any.
     """
 
     capacity: int
+    max_spare: int | None
 
     @property
     def alone(self) -> str:

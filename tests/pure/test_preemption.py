@@ -162,7 +162,8 @@ def test_kept_prefixes_go_before_a_job_is_paused():
     scheduler.submit([first, second])
     for _ in range(3):
         scheduler.step()
-    assert backends["m"].cache_bytes == LIMIT - 2 * (N_PROMPT + 3 + 256)
+    # A 32nd of the limit stays free.
+    assert backends["m"].cache_bytes == LIMIT - LIMIT // 32 - 2 * (N_PROMPT + 3 + 256)
     run(scheduler)
     assert scheduler.stats().preemptions == 0
     assert backends["m"].cache_bytes < LIMIT - 2 * N_PROMPT - 850

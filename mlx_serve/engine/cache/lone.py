@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,14 +28,24 @@ class LoneCache:
         """Whether the last tokens of a pass can be dropped."""
         return all(map(is_complete, leaves(self.layers)))
 
-    def join(self, cache: Sequence[Any], length: int) -> None:
+    @property
+    def spare_bytes(self) -> int:
+        """There is nothing beside the sequence."""
+        return 0
+
+    def join(self, cache: Sequence[Any], length: int, max_spare: float = math.inf) -> None:
         """Take over the cache of the only sequence."""
         assert not self.lengths, "a second sequence joins one that must run alone"
         self.layers, self.lengths = list(cache), [length]
 
-    def leave(self, row: int) -> None:
-        """Give the cache up."""
-        self.layers, self.lengths = [], []
+    def leave(self, row: int, max_spare: float = math.inf) -> list[Any]:
+        """Give the cache back."""
+        cache, self.layers, self.lengths = self.layers, [], []
+        cut_back(cache, 0)
+        return cache
+
+    def trim(self) -> None:
+        """There is nothing to give up."""
 
     def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:
         """A copy of the sequence's cache, or of its first ``n_tokens``, which then must be trimmable."""

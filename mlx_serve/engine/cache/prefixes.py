@@ -222,10 +222,10 @@ class PrefixCache:
         if not is_whole(cache, len(ids)):
             return
         if self._bits is not None and not as_it_is:
-            cache = packed(cache, self._bits)
-            for layer in cache:
-                # One after the other: all at once would need more memory.
-                mx.eval(layer.state)
+            for i in range(len(cache)):
+                # Layer by layer, so that both forms of one layer alone are in memory.
+                cache[i : i + 1] = packed(cache[i : i + 1], self._bits)
+                mx.eval(cache[i].state)
         entry = self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=as_it_is)
         if entry is not None and self._tier is not None:
             entry.saves = self._save(self._tier, entry)

@@ -10,7 +10,8 @@ rows at the right edge, and copy every row of every layer at each join and leave
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -47,11 +48,6 @@ def can_join(layer: Any) -> bool:
     return type(layer) in (KVCache, QuantizedKVCache, ArraysCache)
 
 
-def n_allocated(n_rows: int) -> int:
-    """For how many rows memory is allocated: some are spare, so that most joins copy no other row."""
-    return n_rows + n_rows // 4
-
-
 def bank_of(length: int) -> int:
     """The bank for a row of ``length`` tokens."""
     bank, most = 0, _FIRST_BANK
@@ -60,15 +56,19 @@ def bank_of(length: int) -> int:
     return bank
 
 
-def rows_bytes(size: Callable[[int], int], lengths: Sequence[int]) -> int:
-    """The most bytes that rows can take while they grow to ``lengths``. ``size``: the bytes for so many tokens.
+def rows_bytes(size: Callable[[int], int], spans: Sequence[tuple[int, int]]) -> int:
+    """The most bytes that rows take while each grows from one length to another. ``size``: the bytes for a length.
 
-    A row costs what the longest row of its bank does. On its way, a longer row passes through the bank.
+    A row costs what the longest row of its bank does, and a growing row passes through all banks on its way. What it
+    costs there is never more than in the last one, so each row counts once.
     """
-    longest = max(lengths, default=0)
-    banks = Counter(map(bank_of, lengths))
-    ends = {bank: min(longest, _FIRST_BANK * _TIMES_LONGER**bank) for bank in banks}
-    return sum(n_allocated(n) * size(ends[bank]) for bank, n in banks.items())
+    n_rows: dict[int, int] = defaultdict(int)
+    longest: dict[int, int] = defaultdict(int)
+    for first, last in spans:
+        n_rows[bank_of(last)] += 1
+        for bank in range(bank_of(first), bank_of(last) + 1):
+            longest[bank] = max(longest[bank], min(last, _FIRST_BANK * _TIMES_LONGER**bank))
+    return sum(n * size(longest[bank]) for bank, n in n_rows.items())
 
 
 class BatchCache:
@@ -85,32 +85,75 @@ class BatchCache:
         return sum(rows.nbytes for rows in leaves(self.layers))
 
     @property
+    def row_bytes(self) -> int:
+        """The bytes of each row."""
+        return sum(rows.row_bytes for rows in leaves(self.layers))
+
+    @property
+    def spare_bytes(self) -> int:
+        """The bytes of the rows without a sequence."""
+        return sum(rows.row_bytes * rows.n_spare(len(self.lengths)) for rows in leaves(self.layers))
+
+    @property
     def can_cut_back(self) -> bool:
         """Whether the last tokens of a pass can be dropped."""
         return not any(isinstance(rows, StateRows) for rows in leaves(self.layers))
 
-    def join(self, cache: Sequence[Any], length: int) -> None:
-        """Add a row with the ``length`` tokens of a sequence's ``cache``. Layer by layer, that cache is emptied."""
+    def join(self, cache: Sequence[Any], length: int, max_spare: float = math.inf) -> None:
+        """Add a row with the ``length`` tokens of a sequence's ``cache``. Array by array, that cache is emptied.
+
+        If no row is free, a quarter is added, so that most joins copy no other row; but at most ``max_spare`` bytes.
+        """
+        n_rows = len(self.lengths)
+        n_spare = (n_rows + 1) // 4
+        if n_spare:
+            n_spare = int(min(n_spare, max(0, max_spare) // max(1, self.row_bytes)))
         for rows, single in zip(leaves(self.layers), leaves(cache), strict=True):
-            rows.join(single, len(self.lengths), length)
-            mx.eval(rows.state)
+            rows.join(single, n_rows, length, n_spare)
         self.lengths.append(length)
 
-    def leave(self, row: int) -> None:
-        """Remove a row. The last row takes its place."""
-        last = len(self.lengths) - 1
+    def leave(self, row: int, max_spare: float = math.inf) -> list[Any]:
+        """Remove a row, and return it as the cache of a single sequence. The last row takes its place.
+
+        The row that becomes free stays for another sequence. If free rows would take more than ``max_spare`` bytes,
+        they are given up instead, layer by layer, which copies the other rows.
+        """
+        last, length = len(self.lengths) - 1, self.lengths[row]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
-        for rows in leaves(self.layers):
-            rows.leave(row, last)
-            mx.eval(rows.state)
-        self.fit()
+        trims = self.spare_bytes > max_spare
+        return [self._left(layer, row, length, trims=trims) for layer in self.layers]
 
-    def fit(self) -> None:
-        """Free memory that no row needs any more, if it is a large part."""
+    def leave_all(self) -> list[list[Any]]:
+        """Remove all rows, and return them as the caches of single sequences. Layer by layer the batch is emptied."""
+        caches: list[list[Any]] = [[] for _ in self.lengths]
+        for layer in self.layers:
+            for row, length in enumerate(self.lengths):
+                caches[row].append(_single(layer, row, length, length))
+                mx.eval(caches[row][-1].state)
+            for rows in leaves([layer]):
+                rows.fit(0, 0)
+        self.lengths = []
+        return caches
+
+    def trim(self) -> None:
+        """Give up what no row needs. This copies all rows, an array at a time."""
         for rows in leaves(self.layers):
             rows.fit(len(self.lengths), max(self.lengths, default=0))
-            mx.eval(rows.state)
+
+    def _left(self, layer: Any, row: int, length: int, *, trims: bool) -> Any:
+        if isinstance(layer, CacheList):
+            return CacheList(*(self._left(part, row, length, trims=trims) for part in layer.caches))
+        n_left = len(self.lengths)
+        if not n_left:
+            return layer.leave_only(length)
+        single = layer.single(row, length, length)
+        mx.eval(single.state)
+        layer.leave(row, n_left)
+        longest, n_spare = max(self.lengths), 0 if trims else n_left // 4
+        if trims or layer.is_large(n_left, longest, n_spare):
+            layer.fit(n_left, longest, n_spare)
+        return single
 
     def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:
         """A row as the cache of a single sequence, which shares no memory with the batch.
@@ -118,8 +161,10 @@ class BatchCache:
         ``n_tokens``: only its first tokens. Raises ValueError if the rows can't be cut back.
         """
         length = self.lengths[row]
-        cache = [_single(layer, row, length, length if n_tokens is None else n_tokens) for layer in self.layers]
-        mx.eval([layer.state for layer in cache])
+        cache = []
+        for layer in self.layers:
+            cache.append(_single(layer, row, length, length if n_tokens is None else n_tokens))
+            mx.eval(cache[-1].state)
         return cache
 
     def begin(self, n_tokens: int) -> None:
@@ -237,79 +282,111 @@ class KvRows:
         """The bytes of all rows, with the spare ones."""
         return sum(array.nbytes for array in self.state)
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of each row."""
+        return self.nbytes // max(1, self._shape[0])
+
+    def n_spare(self, n_rows: int) -> int:
+        """How many rows there are beside ``n_rows``."""
+        return max(0, self._shape[0] - n_rows)
+
     def begin(self, positions: _Positions) -> None:
         """Prepare a pass."""
         self._positions = positions
         self.offset = positions.start
-        self._make_room(positions.n_rows, positions.n_rows, positions.longest)
+        self._resize(self._grown(positions.n_rows, positions.longest), positions.n_rows)
 
-    def join(self, single: Any, n_rows: int, length: int) -> None:
-        """Write a row behind the first ``n_rows``: all of it, so that nothing of an earlier row is left there."""
-        held = None if single.empty() else _held(single)
-        if self.keys is None and held is not None:
-            self._allocate(held, n_rows + 1, length)
-        self._make_room(n_rows, n_rows + 1, length)
-        _, n_heads, n_slots = self._shape
-        for i, array in enumerate(self.state):
-            row = mx.zeros((1, n_heads, n_slots, array.shape[-1]), array.dtype)
-            if held is not None:
-                more = _arrays(*held)[i]
+    def join(self, single: Any, n_rows: int, length: int, n_spare: int) -> None:
+        """Write a row behind the first ``n_rows``: all of it, so that nothing of an earlier row is left there.
+
+        ``n_spare``: how many rows are added to it if there is none left.
+        """
+        held: list[Any] = []
+        if not single.empty():
+            new = _held(single)
+            held = _arrays(*new)
+            if self.keys is None:
+                self._allocate(new, n_rows + 1 + n_spare, length)
+            del new
+        single.keys = single.values = None
+        shape = self._grown(n_rows + 1, length, n_spare)
+
+        def joined(i: int, array: mx.array) -> mx.array:
+            array = self._resized(array, shape, n_rows)
+            row = mx.zeros((1, *shape[1:], array.shape[-1]), array.dtype)
+            if held:
+                more, held[i] = held[i], None
                 n_held = more.shape[2]
                 for slot, first, n in self._runs(length - n_held, n_held):
                     row[:, :, slot : slot + n] = more[:, :, first : first + n]
-            self._write(array, n_rows, row)
-        single.keys = single.values = None
+            _write(array, shape, n_rows, row)
+            return array
+
+        self._replace(joined)
+        self._shape = shape
 
     def leave(self, row: int, last: int) -> None:
         """Move the last row into the place of another."""
-        if row == last:
-            return
-        # ``take`` copies, and must be done first: an array that is being read is copied when it is written to.
-        moved = [mx.take(self._split(array), mx.array([last]), axis=0) for array in self.state]
-        mx.eval(moved)
-        for array, new in zip(self.state, moved, strict=True):
-            self._write(array, row, new)
 
-    def fit(self, n_rows: int, longest: int) -> None:
-        """Shrink what is much too large for the rows in use."""
+        def left(_: int, array: mx.array) -> mx.array:
+            # ``take`` copies, and must be done first: an array that is being read is copied when it is written to.
+            moved = mx.take(self._split(array), mx.array([last]), axis=0)
+            mx.eval(moved)
+            _write(array, self._shape, row, moved)
+            return array
+
+        if row != last:
+            self._replace(left)
+
+    def leave_only(self, length: int) -> Any:
+        """Remove the only row and return it as mlx-lm's cache of one sequence. It is moved if it has that form."""
+        _, n_heads, n_slots = self._shape
+        is_alike = self.window is None and self._shape == (1, n_heads, self._capacity(length))
+        single = self._cache(tree_map(self._split, (self.keys, self.values)), length) if is_alike and n_slots else None
+        if single is None:
+            single = self.single(0, length, length)
+        self.fit(0, 0)
+        return single
+
+    def fit(self, n_rows: int, longest: int, n_spare: int = 0) -> None:
+        """Shrink to so many rows and spare ones, of ``longest`` tokens."""
         if n_rows == 0:
             self.keys = self.values = None
-        if self.keys is None:
-            return
+            self._shape = (0, 0, 0)
+        self._resize((n_rows + n_spare, self._shape[1], self._capacity(longest)), n_rows)
+
+    def is_large(self, n_rows: int, longest: int, n_spare: int) -> bool:
+        """Whether ``fit`` would free a large part."""
         most_rows, _, n_slots = self._shape
-        wanted_rows, wanted_slots = n_allocated(n_rows), self._capacity(longest)
-        if most_rows - wanted_rows > max(1, most_rows // 4) or 2 * wanted_slots <= n_slots:
-            self._resize(wanted_rows, wanted_slots, n_rows)
+        n_free = most_rows - n_rows - n_spare
+        return n_free > max(1, most_rows // 4) or 2 * self._capacity(longest) <= n_slots
 
     def single(self, row: int, length: int, n_tokens: int) -> Any:
         """A copy of a row as mlx-lm's cache of one sequence."""
-        if self.window is None:
-            cache: Any = KVCache()
-        else:
-            cache = RotatingKVCache(self.window)
-            if n_tokens != length > self.window:
-                raise ValueError("a sliding window that is full cannot be cut back")
-        if self.keys is not None:
-            n_held = n_tokens if self.window is None else min(n_tokens, self.window)
-            cache.keys, cache.values = self._taken(row, n_tokens - n_held, n_held)
-            cache.offset = n_tokens
-            if self.window is not None:
-                cache._idx = n_held
-        return cache
+        if self.window is not None and n_tokens != length > self.window:
+            raise ValueError("a sliding window that is full cannot be cut back")
+        n_held = n_tokens if self.window is None else min(n_tokens, self.window)
+        return self._cache(self._taken(row, n_tokens - n_held, n_held) if self.keys is not None else None, n_tokens)
 
     # Private.
 
     def _encoded(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         return keys, values
 
+    def _cache(self, state: tuple[Any, Any] | None, n_tokens: int) -> Any:
+        """The keys and values of ``n_tokens``, if there are any, as mlx-lm's cache of one sequence."""
+        cache: Any = KVCache() if self.window is None else RotatingKVCache(self.window)
+        if state is not None:
+            cache.keys, cache.values = state
+            cache.offset = n_tokens
+            if self.window is not None:
+                cache._idx = cache.keys.shape[2]
+        return cache
+
     def _split(self, array: mx.array) -> mx.array:
         """An array with its four axes."""
         return array.reshape(*self._shape, -1)
-
-    def _write(self, array: mx.array, row: int, new: mx.array) -> None:
-        _, n_heads, n_slots = self._shape
-        n = n_heads * n_slots
-        array[row * n : (row + 1) * n] = new.reshape(n, -1)
 
     def _n_slots(self, length: int) -> int:
         return length if self.ring is None else min(length, self.ring)
@@ -318,33 +395,56 @@ class KvRows:
         return self._n_slots(-(-length // _STEP) * _STEP)
 
     def _allocate(self, like: tuple[Any, Any], n_rows: int, length: int) -> None:
-        self._shape = (n_allocated(n_rows), _arrays(*like)[0].shape[1], self._capacity(length))
+        self._shape = (n_rows, _arrays(*like)[0].shape[1], self._capacity(length))
         self.keys, self.values = tree_map(
             lambda array: mx.zeros((prod(self._shape), array.shape[-1]), array.dtype), like
         )
 
-    def _make_room(self, n_used: int, n_rows: int, length: int) -> None:
-        """Make room for ``n_rows`` rows, of which the first ``n_used`` are in use, of ``length`` tokens each."""
-        most_rows, _, n_slots = self._shape
-        if self.keys is not None and (most_rows < n_rows or n_slots < self._n_slots(length)):
-            most_rows = most_rows if most_rows >= n_rows else n_allocated(n_rows)
-            self._resize(most_rows, max(n_slots, self._capacity(length)), n_used)
+    def _grown(self, n_rows: int, length: int, n_spare: int = 0) -> tuple[int, int, int]:
+        """The shape with room for ``n_rows`` rows of ``length`` tokens."""
+        most_rows, n_heads, n_slots = self._shape
+        if most_rows < n_rows:
+            most_rows = n_rows + n_spare
+        return most_rows, n_heads, n_slots if n_slots >= self._n_slots(length) else self._capacity(length)
 
-    def _resize(self, n_rows: int, n_slots: int, n_used: int) -> None:
-        """Copy the first ``n_used`` rows into new arrays."""
-        _, n_heads, n_old = self._shape
-        n = min(n_old, n_slots)
+    def _resize(self, shape: tuple[int, int, int], n_used: int) -> None:
+        """Copy the first ``n_used`` rows into new arrays, if the shape is another one."""
+        if self.keys is not None and shape != self._shape:
+            self._replace(lambda _, array: self._resized(array, shape, n_used))
+            self._shape = shape
 
-        def resized(array: mx.array) -> mx.array:
-            larger = mx.zeros((n_rows, n_heads, n_slots, array.shape[-1]), array.dtype)
-            larger[:n_used, :, :n] = self._split(array)[:n_used, :, :n]
-            return larger.reshape(-1, array.shape[-1])
-
-        self.keys, self.values = tree_map(resized, (self.keys, self.values))
-        self._shape = (n_rows, n_heads, n_slots)
-        mx.eval(self.state)
-        # No later array has the size of the old ones, so MLX would keep them until all layers have grown.
+    def _resized(self, array: mx.array, shape: tuple[int, int, int], n_used: int) -> mx.array:
+        if shape == self._shape:
+            return array
+        n = min(shape[2], self._shape[2])
+        used = self._split(array)[:n_used, :, :n]
+        if (n_used, n) == (shape[0], shape[2]):
+            # Assigning to the whole of an array would make it a view of the old one, which would then never be freed.
+            resized = mx.take(used, mx.arange(n_used), axis=0)
+        else:
+            resized = mx.zeros((*shape, array.shape[-1]), array.dtype)
+            resized[:n_used, :, :n] = used
+        resized = resized.reshape(-1, array.shape[-1])
+        mx.eval(resized)
+        del array, used
+        # No later array has the size of the old one, so MLX would keep it.
         mx.clear_cache()
+        return resized
+
+    def _replace(self, change: Callable[[int, mx.array], mx.array]) -> None:
+        """Put what ``change`` makes of each array, by its index, in its place: one is freed before the next is made."""
+        i = 0
+        for name in ("keys", "values"):
+            held = getattr(self, name)
+            arrays = _arrays(held)
+            setattr(self, name, None)
+            is_one = isinstance(held, mx.array)
+            del held
+            for _ in range(len(arrays)):
+                arrays.append(change(i, arrays.pop(0)))
+                mx.eval(arrays[-1])
+                i += 1
+            setattr(self, name, arrays[0] if is_one else arrays or None)
 
     def _runs(self, first: int, n: int) -> Iterator[tuple[int, int, int]]:
         """The slots of the positions from ``first`` on, in runs: (first slot, index of its position, how many)."""
@@ -377,10 +477,10 @@ class QuantizedKvRows(KvRows):
         options = {"group_size": self.group_size, "bits": self.bits}
         return mx.quantize(keys, **options), mx.quantize(values, **options)
 
-    def single(self, row: int, length: int, n_tokens: int) -> Any:
+    def _cache(self, state: tuple[Any, Any] | None, n_tokens: int) -> Any:
         cache = QuantizedKVCache(self.group_size, self.bits)
-        if self.keys is not None:
-            cache.keys, cache.values = map(list, self._taken(row, 0, n_tokens))
+        if state is not None:
+            cache.keys, cache.values = map(list, state)
             cache.offset = n_tokens
         return cache
 
@@ -392,21 +492,42 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         super().__init__(len(like.cache))
         self.cache: list[mx.array | None]
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of each state."""
+        return sum(state.nbytes // len(state) for state in self.cache if state is not None)
+
+    def n_spare(self, n_rows: int) -> int:
+        """There are no states beside those in use."""
+        return 0
+
     def begin(self, positions: _Positions) -> None:
         """Nothing to prepare: the states have no positions."""
 
-    def join(self, single: ArraysCache, n_rows: int, length: int) -> None:
+    def join(self, single: ArraysCache, n_rows: int, length: int, n_spare: int) -> None:
         """Add the state of a sequence. A state that was never set is all zeros."""
         self.cache = [_with_row(state, new, n_rows) for state, new in zip(self.cache, single.cache, strict=True)]
         single.cache = [None] * len(single.cache)
+        mx.eval(self.state)
 
     def leave(self, row: int, last: int) -> None:
         """Move the last state into the place of another."""
         kept = mx.array([last if i == row else i for i in range(last)], mx.int32)
         self.cache = [None if state is None or not last else mx.take(state, kept, axis=0) for state in self.cache]
+        mx.eval(self.state)
 
-    def fit(self, n_rows: int, longest: int) -> None:
-        """The states have no spare rows."""
+    def leave_only(self, length: int) -> ArraysCache:
+        """Remove the only state and return it."""
+        single = ArraysCache(len(self.cache))
+        single.cache, self.cache = self.cache, [None] * len(self.cache)
+        return single
+
+    def fit(self, n_rows: int, longest: int, n_spare: int = 0) -> None:
+        """Nothing to shrink."""
+
+    def is_large(self, n_rows: int, longest: int, n_spare: int) -> bool:
+        """There is nothing to shrink."""
+        return False
 
     def single(self, row: int, length: int, n_tokens: int) -> ArraysCache:
         """A copy of a state."""
@@ -438,6 +559,12 @@ def _held(single: Any) -> tuple[Any, Any]:
         return keys, values
     n = single.size()
     return tuple(single._temporal_order(array)[..., -n:, :] for array in (single.keys, single.values))
+
+
+def _write(array: mx.array, shape: tuple[int, int, int], row: int, new: mx.array) -> None:
+    """Write a row of an array with the first three axes of ``shape`` in one."""
+    n = shape[1] * shape[2]
+    array[row * n : (row + 1) * n] = new.reshape(n, -1)
 
 
 def _arrays(*trees: Any) -> list[mx.array]:

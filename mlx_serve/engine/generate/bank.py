@@ -95,19 +95,18 @@ class Bank:
             return []
         return [row for row in self.rows if row.lookup is not None and row.max_drafts]
 
-    def join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
-        """Add a row whose next input is ``drawn``, shape (1,)."""
+    def join(self, row: Row, cache: list[Any], drawn: mx.array, max_spare: float) -> None:
+        """Add a row whose next input is ``drawn``, shape (1,). At most ``max_spare`` bytes are added for other rows."""
         self._wait()
-        self.cache.join(cache, len(row.tokens))
+        self.cache.join(cache, len(row.tokens), max_spare)
         self.rows.append(row)
         self._drawn = mx.concatenate([self._drawn, drawn])
 
-    def leave(self, row: Row) -> tuple[list[Any], mx.array]:
-        """Remove a row. Returns its cache and its next input, shape (1,)."""
+    def leave(self, row: Row, max_spare: float) -> tuple[list[Any], mx.array]:
+        """Remove a row. Returns its cache and its next input, shape (1,). Free rows may keep ``max_spare`` bytes."""
         self._wait()
         index, last = self.rows.index(row), len(self.rows) - 1
-        kept = self.cache.copy(index)
-        self.cache.leave(index)
+        kept = self.cache.leave(index, max_spare)
         drawn = self._drawn[index : index + 1]
         self._drawn = self._drawn[mx.array([last if i == index else i for i in range(last)], mx.int32)]
         self.rows[index] = self.rows[last]
@@ -198,6 +197,11 @@ class Bank:
         return [
             row.context.update_and_fetch(fed[i : i + 1]) if row.processors else None for i, row in enumerate(self.rows)
         ]
+
+    def trim(self) -> None:
+        """Give up the memory of free rows."""
+        self._wait()
+        self.cache.trim()
 
     def _wait(self) -> None:
         """Wait for the running pass, because a write to an array that it is reading would copy the whole array."""

@@ -105,7 +105,9 @@ class BatchBackend(LoadedBackend):
 
     def kv_bytes(self, tokens: Mapping[Job, int]) -> int:
         """The rows of the batch. Embedding has one cache at a time."""
-        in_batch = [n for job, n in tokens.items() if job.inputs is None]
+        in_batch = [
+            (min(n, len(job.prompt.tokens) + job.n_output), n) for job, n in tokens.items() if job.inputs is None
+        ]
         embedded = [n for job, n in tokens.items() if job.inputs is not None]
         n_bytes = rows_bytes(self._row_bytes, in_batch)
         # The cache of an embedding job is not quantized, because it is dropped after each input.
@@ -184,10 +186,11 @@ class BatchBackend(LoadedBackend):
     def plan_step(self, gap_s: float) -> StepPlan:
         n_left = [prompt.n_left for prompt in self._prompts if prompt.loading is None]
         plan = self._budget.plan(gap_s, n_left, len(self._decoding))
-        return replace(plan, decodes=plan.decodes or bool(self._prefilled))
+        return replace(plan, decodes=plan.decodes or bool(self._prefilled), max_spare=self.max_spare)
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
+        self._rows.max_spare = math.inf if plan.max_spare is None else plan.max_spare
         n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
         self._poll_disk()
         if self._prompts:

@@ -28,6 +28,7 @@ class LoadedBackend(Backend):
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
+        self.max_spare: int | None = None
         # The jobs in line that have pinned prefixes, with their prompts as arrays.
         self._in_line: dict[Job, Ids] = {}
         # Those of a former backend, which failed.

@@ -41,6 +41,8 @@ class Rows:
         self._model = model
         self._clock = clock
         self.draft_length = DraftLength()
+        # The most bytes for rows that are free: not needed now, but they make joining and leaving quick.
+        self.max_spare = math.inf
         # Tokens that were drafted, and those of them that were right.
         self.n_drafted = self.n_accepted = 0
         self._alone = alone
@@ -54,8 +56,13 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the running sequences' caches."""
+        """The bytes of the running sequences' caches, with free rows."""
         return sum(bank.cache.nbytes for bank in self._banks.values())
+
+    @property
+    def spare_bytes(self) -> int:
+        """The bytes of free rows."""
+        return sum(bank.cache.spare_bytes for bank in self._banks.values())
 
     def join(self, row: Row, cache: list[Any]) -> None:
         """Add a sequence. ``cache`` holds ``row.tokens``, and is taken over."""
@@ -85,6 +92,7 @@ class Rows:
         A sequence that just joined has none yet. A sequence goes on until it is removed.
         """
         with mx.stream(generation_stream):
+            self._trim()
             self._move_grown()
             self._n_steps += 1
             if self._n_steps % _CLEAR_EVERY == 0:
@@ -108,14 +116,21 @@ class Rows:
         key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
             self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache), self._clock)
-        self._banks[key].join(row, cache, drawn)
+        self._banks[key].join(row, cache, drawn, self.max_spare - self.spare_bytes)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:
         bank = self._bank_with(row)
-        left = bank.leave(row)
+        left = bank.leave(row, self.max_spare - self.spare_bytes + bank.cache.spare_bytes)
         if not bank.rows:
             self._banks = {key: other for key, other in self._banks.items() if other is not bank}
         return left
+
+    def _trim(self) -> None:
+        """Give up free rows if they take too much."""
+        if self.spare_bytes > self.max_spare:
+            for bank in self._banks.values():
+                if bank.cache.spare_bytes:
+                    bank.trim()
 
     def _move_grown(self) -> None:
         """Move sequences that have become too long for their banks, or that are to be quantized now."""

@@ -42,7 +42,6 @@ def prefill_together(model: Any, caches: Sequence[list[Any]], prompts: Sequence[
         batch.begin(longest)
         model(mx.array(padded), cache=batch.layers)
         batch.advance([len(tokens) for tokens in prompts])
-        filled = [batch.copy(row) for row in range(len(prompts))]
-        del batch
+        filled = batch.leave_all()
         mx.clear_cache()
     return filled

@@ -111,6 +111,14 @@ class LedBackend:
         return self._part.alone
 
     @property
+    def max_spare(self) -> int | None:
+        return self._part.max_spare
+
+    @max_spare.setter
+    def max_spare(self, n_bytes: int | None) -> None:
+        self._part.max_spare = n_bytes
+
+    @property
     def n_decoding(self) -> int:
         return self._part.n_decoding
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import product
 
 from mlx_serve.engine.backend import ModelLoader
 from mlx_serve.engine.schedule.charges import tokens_expected, tokens_now, tokens_to_return
 from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
 from mlx_serve.engine.schedule.queue import rank
 from mlx_serve.values import ApiError, Job
+
+# This part of the limit (a 32nd) is kept free of prefixes that no job in line will use. A sequence that ends is copied
+# while the others stay where they are, arrays grow while the old ones are there, and free rows wait for sequences.
+_SLACK = 32
 
 
 class Room:
@@ -93,7 +96,14 @@ class Room:
         """Evict the prefixes that don't fit beside the running jobs. A job that was inserted has claimed its own."""
         limit = self._models.kv_limit(list(self._loaded.slots))
         if limit is not None:
-            self._shrink_caches(limit - self._bytes_now())
+            self._shrink_caches(limit - self._bytes_now(), limit // _SLACK)
+
+    def allow_spare(self, active: Sequence[Slot]) -> None:
+        """Tell the backends that will step how much memory is left, for rows that are free."""
+        limit = self._models.kv_limit(list(self._loaded.slots))
+        for slot in active:
+            left = None if limit is None else max(0, limit - self._bytes_now() - self._cached_bytes())
+            slot.backend.max_spare = left if left is None else left // len(active)
 
     def to_pause(self) -> Job | None:
         """Make room for what the running jobs have grown by. Returns the job to pause if prefixes are not enough.
@@ -106,7 +116,7 @@ class Room:
                 break
         else:
             return None
-        self._shrink_caches(limit - wanted)
+        self._shrink_caches(limit - wanted, limit // _SLACK)
         return None if wanted <= limit else self.last_in_line()
 
     def last_in_line(self) -> Job | None:
@@ -121,19 +131,23 @@ class Room:
         self._shrink_caches(kept - n_bytes)
         return kept - self._cached_bytes()
 
-    def _shrink_caches(self, max_bytes: int) -> None:
-        """Evict prefixes, those of the least recently used model first, and those that jobs in line will use last."""
-        excess = self._cached_bytes() - max(0, max_bytes)
+    def _shrink_caches(self, max_bytes: int, slack: int = 0) -> None:
+        """Evict prefixes, those of the least recently used model first, and those that jobs in line will use last.
+
+        Of the others, ``slack`` bytes more are evicted.
+        """
+        excess = self._cached_bytes() - max(0, max_bytes - slack)
         if excess > 0:
             waiting = self._in_line()
             for name, slot in self._loaded.slots.items():
                 slot.backend.pin([job for job in waiting if job.model == name])
-        for pinned, slot in product((False, True), self._loaded.slots.values()):
-            if excess <= 0:
-                break
-            held = slot.backend.cache_bytes
-            slot.backend.shrink_cache(max(0, held - excess), pinned=pinned)
-            excess -= held - slot.backend.cache_bytes
+        for pinned in (False, True):
+            for slot in self._loaded.slots.values():
+                held = slot.backend.cache_bytes
+                if excess > 0:
+                    slot.backend.shrink_cache(max(0, held - excess), pinned=pinned)
+                    excess -= held - slot.backend.cache_bytes
+            excess -= min(slack, max(0, max_bytes))
 
 
 def _never_fits(job: Job, n_fitting: int) -> ApiError:

@@ -223,6 +223,7 @@ class Scheduler:
         self._unload_unwanted()
         active = [(name, slot) for name, slot in self._slots.items() if slot.running]
         gap_s = self._gap_s([slot for _, slot in active])
+        self._room.allow_spare([slot for _, slot in active])
         for name, slot in active:
             self._stepping = name
             self._heart.turn_to(f"a step of {name}", slot.costs)
