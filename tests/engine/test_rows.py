@@ -179,6 +179,44 @@ def test_joining_and_leaving_copy_one_row_and_no_other(n_rows):
     assert batch.nbytes == held
 
 
+def test_without_spare_memory_rows_come_and_go_an_array_at_a_time():
+    batch, single = large(8, 1000, n_layers=16)
+    batch.trim()
+    row_bytes = batch.nbytes // 8
+    array_bytes = batch.nbytes // 32
+    assert batch.spare_bytes == 0
+    # The new row, less what is freed of the sequence's own cache. The other rows are copied: an array of them more.
+    assert copied(lambda: batch.join(single, 1000, max_spare=0)) <= 1.3 * array_bytes
+    assert batch.nbytes == 9 * row_bytes
+    left = []
+    assert copied(lambda: left.append(batch.leave(4, max_spare=0))) <= 1.3 * array_bytes
+    assert batch.nbytes == 8 * row_bytes
+    # Longer rows: all arrays grow.
+    batch.lengths[0] = 1024
+    assert copied(lambda: batch.begin(1)) <= batch.nbytes - 8 * row_bytes + 1.3 * array_bytes
+    assert batch.nbytes == 8 * row_bytes * 1280 // 1024
+
+
+def test_the_last_row_is_moved():
+    batch, _ = large(1, 1000)
+    left = []
+    assert copied(lambda: left.append(batch.leave(0))) < batch.nbytes / 100 + 10_000
+    assert batch.nbytes == 0
+    assert mx.all(left[0][0].state[0][:, :, :1000] == 1).item()
+
+
+def test_spare_rows_take_what_they_may():
+    batch, single = large(7, 100)
+    assert batch.spare_bytes == 0
+    row_bytes = batch.row_bytes
+    batch.join(single, 100, max_spare=1.5 * row_bytes)
+    assert batch.spare_bytes == row_bytes
+    batch.leave(0, max_spare=2 * row_bytes)
+    assert batch.spare_bytes == 2 * row_bytes
+    batch.leave(0, max_spare=2 * row_bytes)
+    assert (batch.spare_bytes, batch.nbytes) == (0, 6 * row_bytes)
+
+
 def test_a_pass_writes_its_tokens_in_place():
     batch, _ = large(16, 1000)
 
@@ -193,12 +231,15 @@ def test_a_pass_writes_its_tokens_in_place():
 
 
 def test_spare_memory_is_given_back():
-    batch, _ = large(16, 600)
+    before = mx.get_active_memory()
+    batch = large(16, 600)[0]
     row_bytes = 2 * 2 * 2 * 768 * 64 * 4
     assert batch.nbytes <= 1.25 * 16 * row_bytes
     for n_left in range(15, 0, -1):
         batch.leave(n_left // 2)
         assert batch.nbytes <= max(n_left + 2, 1.7 * n_left) * row_bytes
+        # The old arrays are gone too.
+        assert mx.get_active_memory() - before <= batch.nbytes + 10_000
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ FAULTS = (
     Fault(
         "a batch is charged its sum",
         "n_bytes = rows_bytes(self._row_bytes, in_batch)",
-        "n_bytes = sum(map(self._row_bytes, in_batch))",
+        "n_bytes = sum(self._row_bytes(n) for _, n in in_batch)",
         (BACKEND,),
     ),
     Fault(
