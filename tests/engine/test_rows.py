@@ -181,7 +181,7 @@ def test_joining_and_leaving_copy_one_row_and_no_other(n_rows):
 
 def test_without_spare_memory_rows_come_and_go_an_array_at_a_time():
     batch, single = large(8, 1000, n_layers=16)
-    batch.trim()
+    batch.give_up_spare()
     row_bytes = batch.nbytes // 8
     array_bytes = batch.nbytes // 32
     assert batch.spare_bytes == 0

@@ -44,7 +44,7 @@ class LoneCache:
         cut_back(cache, 0)
         return cache
 
-    def trim(self) -> None:
+    def give_up_spare(self) -> None:
         """There is nothing to give up."""
 
     def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:

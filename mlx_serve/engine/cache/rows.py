@@ -136,7 +136,7 @@ class BatchCache:
         self.lengths = []
         return caches
 
-    def trim(self) -> None:
+    def give_up_spare(self) -> None:
         """Give up what no row needs. This copies all rows, an array at a time."""
         for rows in leaves(self.layers):
             rows.fit(len(self.lengths), max(self.lengths, default=0))

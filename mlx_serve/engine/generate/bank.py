@@ -198,10 +198,10 @@ class Bank:
             row.context.update_and_fetch(fed[i : i + 1]) if row.processors else None for i, row in enumerate(self.rows)
         ]
 
-    def trim(self) -> None:
+    def give_up_spare(self) -> None:
         """Give up the memory of free rows."""
         self._wait()
-        self.cache.trim()
+        self.cache.give_up_spare()
 
     def _wait(self) -> None:
         """Wait for the running pass, because a write to an array that it is reading would copy the whole array."""

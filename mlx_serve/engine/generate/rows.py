@@ -92,7 +92,7 @@ class Rows:
         A sequence that just joined has none yet. A sequence goes on until it is removed.
         """
         with mx.stream(generation_stream):
-            self._trim()
+            self._give_up_spare()
             self._move_grown()
             self._n_steps += 1
             if self._n_steps % _CLEAR_EVERY == 0:
@@ -125,12 +125,12 @@ class Rows:
             self._banks = {key: other for key, other in self._banks.items() if other is not bank}
         return left
 
-    def _trim(self) -> None:
+    def _give_up_spare(self) -> None:
         """Give up free rows if they take too much."""
         if self.spare_bytes > self.max_spare:
             for bank in self._banks.values():
                 if bank.cache.spare_bytes:
-                    bank.trim()
+                    bank.give_up_spare()
 
     def _move_grown(self) -> None:
         """Move sequences that have become too long for their banks, or that are to be quantized now."""
