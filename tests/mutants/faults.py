@@ -46,8 +46,20 @@ FAULTS = (
     ),
     Fault(
         "the last row is lost when another one leaves",
-        "self._write(array, row, new)\n\n    def fit",
-        "self._write(array, last, new)\n\n    def fit",
+        "_write(array, self._shape, row, moved)",
+        "_write(array, self._shape, last, moved)",
+        (ROWS,),
+    ),
+    Fault(
+        "arrays that shrink to their rows stay views of the old ones",
+        "if (n_used, n) == (shape[0], shape[2]):",
+        "if False:",
+        (ROWS,),
+    ),
+    Fault(
+        "free rows are not given up when memory is short",
+        "trims = self.spare_bytes > max_spare",
+        "trims = False",
         (ROWS,),
     ),
     Fault(
