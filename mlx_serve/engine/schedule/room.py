@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from mlx_serve.engine.backend import ModelLoader
 from mlx_serve.engine.schedule.charges import tokens_expected, tokens_now, tokens_to_return
@@ -136,18 +137,15 @@ class Room:
 
         Of the others, ``slack`` bytes more are evicted.
         """
-        excess = self._cached_bytes() - max(0, max_bytes - slack)
-        if excess > 0:
+        most = {False: max(0, max_bytes - slack), True: max(0, max_bytes)}
+        if self._cached_bytes() > most[False]:
             waiting = self._in_line()
             for name, slot in self._loaded.slots.items():
                 slot.backend.pin([job for job in waiting if job.model == name])
-        for pinned in (False, True):
-            for slot in self._loaded.slots.values():
-                held = slot.backend.cache_bytes
-                if excess > 0:
-                    slot.backend.shrink_cache(max(0, held - excess), pinned=pinned)
-                    excess -= held - slot.backend.cache_bytes
-            excess -= min(slack, max(0, max_bytes))
+        for pinned, slot in product((False, True), self._loaded.slots.values()):
+            excess = self._cached_bytes() - most[pinned]
+            if excess > 0:
+                slot.backend.shrink_cache(max(0, slot.backend.cache_bytes - excess), pinned=pinned)
 
 
 def _never_fits(job: Job, n_fitting: int) -> ApiError:
