@@ -26,12 +26,13 @@ export class Follow {
     this.grew();
   }
 
-  // The box grows between a scroll and its event, so only a way up means that the reader has left the end.
+  // The box grows between a scroll and its event, so only a way up means that the reader has left the end: any way up, since
+  // the first steps of a smooth scroll are short. A box that shrinks goes up too, and is at its end.
   #scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.#box;
-    const isAtEnd = scrollHeight - scrollTop - clientHeight < NEAR_PX;
-    if (isAtEnd) this.#set(true);
-    else if (scrollTop < this.#top) this.#set(false);
+    const toEnd = scrollHeight - scrollTop - clientHeight;
+    if (scrollTop < this.#top && toEnd > 1) this.#set(false);
+    else if (toEnd < NEAR_PX) this.#set(true);
     this.#top = scrollTop;
   }
 

@@ -9,6 +9,8 @@ import { parseInline } from "./inline.js";
 
 // Deeper lists and quotes are text: a browser can't lay out thousands of boxes in each other.
 const MAX_DEPTH = 16;
+// A browser visits all children of a box to add one, so a long answer has its blocks in sections.
+const SECTION_BLOCKS = 64;
 const QUOTE = /^ *> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const TASK = /^\[([ xX])\](?= )/;
@@ -22,6 +24,8 @@ const WAITS_FOR_ITS_END = /^[\s>\d.)*+-]*(?:`{3}|~{3}|\|)/;
 
 export class Markdown {
   #root;
+  // Where blocks are added: the root itself, until it has enough of them.
+  #section;
   // The open quotes, lists and items, from the outermost in.
   #open = [];
   #leaf = null;
@@ -31,6 +35,7 @@ export class Markdown {
 
   constructor(root) {
     this.#root = root;
+    this.#section = root;
   }
 
   feed(text) {
@@ -172,7 +177,12 @@ export class Markdown {
   }
 
   #inside() {
-    return this.#open.at(-1)?.box || this.#root;
+    const container = this.#open.at(-1);
+    if (container) return container.box;
+    if (this.#section.childElementCount >= SECTION_BLOCKS) {
+      this.#section = this.#root.appendChild(element("div", "section"));
+    }
+    return this.#section;
   }
 
   #endLeaf() {

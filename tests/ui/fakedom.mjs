@@ -55,6 +55,10 @@ class Element extends Node {
     this.nChanges += 1;
   }
 
+  get childElementCount() {
+    return this.children.filter((child) => child.nodeType === 1).length;
+  }
+
   setAttribute(name, value) {
     this.attributes[name] = value;
   }

@@ -42,6 +42,27 @@ test("a scroll up ends it, a scroll to the end begins it again", () => {
   assert.deepEqual(changes, [false, true]);
 });
 
+test("a short way up ends it too, as the first step of a smooth scroll", () => {
+  const { box, grow, scroll, changes } = made();
+  grow(500);
+  scroll(490);
+  grow(50);
+  assert.equal(box.scrollTop, 490);
+  assert.deepEqual(changes, [false]);
+  scroll(530);
+  assert.deepEqual(changes, [false, true]);
+});
+
+test("a box that shrinks is followed", () => {
+  const { box, grow, scroll, changes } = made();
+  grow(500);
+  box.scrollHeight -= 50;
+  scroll(450);
+  grow(100);
+  assert.equal(box.scrollTop, 550);
+  assert.deepEqual(changes, []);
+});
+
 test("growing between a scroll and its event is no scroll up", () => {
   const { box, grow, changes } = made();
   grow(500);

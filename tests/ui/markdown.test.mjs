@@ -112,6 +112,15 @@ test("what is finished is not touched again", () => {
   assert.deepEqual(finished.map(changes), before);
 });
 
+test("no box of a long answer has many blocks", () => {
+  const root = document.createElement("div");
+  const markdown = new Markdown(root);
+  const widest = () => Math.max(root.children.length, ...root.children.map((child) => child.children.length));
+  for (let i = 0; i < 1000; i += 1) markdown.feed(`part ${i}\n\n`);
+  assert.ok(widest() < 100, `${widest()}`);
+  assert.equal(root.textContent, Array.from({ length: 1000 }, (_, i) => `part ${i}`).join(""));
+});
+
 test("a paragraph, a list and code in progress keep what they have", () => {
   for (const [start, more] of [["", "word *and* "], ["- ", "x\n- "], ["```py\n", "a = 1\n"]]) {
     const root = document.createElement("div");
