@@ -60,7 +60,7 @@ ORDER = {
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone form file index store writer reader state loading disk"
     " prefix_tree prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts bank rows"
+    "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length bank rows"
     " trial pooling reasoning grammars constraints sampling token_choice scoring embedding sequence sharing loaded"
     " batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",

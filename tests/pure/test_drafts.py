@@ -1,21 +1,23 @@
-"""Drafts looked up in a text, and how many tokens are worth drafting."""
+"""Drafts looked up in a text, and how many of them are expected to be right."""
 
 import random
 
 import pytest
 
-from mlx_serve.engine.generate.drafts import LENGTHS, DraftLength, Lookup
+from mlx_serve.engine.generate.drafts import Chances, Lookup
 from mlx_serve.engine.generate.prediction import Prediction
 
 
 @pytest.mark.parametrize(
     ("text", "draft"),
     [
-        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2, 3]),
+        ([1, 2, 3, 4, 9, 8, 1, 2, 3], [4, 9, 8, 1, 2]),
         # The longest n-gram counts, then its last occurrence.
         ([1, 2, 3, 9, 5, 3, 8, 1, 2, 3], [9, 5, 3, 8, 1]),
-        ([7, 3, 4, 3, 5, 6, 3], [5, 6, 3]),
-        ([1, 1, 1], [1]),
+        ([7, 3, 4, 3, 5, 6, 3], [5, 6, 3, 5, 6]),
+        # What repeats itself goes on to do so.
+        ([1, 1, 1], [1, 1, 1, 1, 1]),
+        ([9, 1, 2, 1, 2], [1, 2, 1, 2, 1]),
         ([1, 2, 3], []),
         ([1], []),
         ([], []),
@@ -31,22 +33,80 @@ def test_what_followed_the_end_of_the_text_before_is_drafted(text, draft):
     assert grown.draft(1) == draft[:1]
 
 
+def test_a_place_is_followed_as_long_as_the_text_goes_on_as_there():
+    text = Lookup([1, 2, 3, 4, 5, 6, 7, 3, 4, 9, 1])
+    text.add(2, 3, 4)
+    # Not behind the last occurrence of 3 and 4, where less is the same.
+    assert text.draft(3) == [5, 6, 7]
+    text.add(8, 3, 4)
+    assert text.draft(2) == [8, 3]
+
+
+def test_an_index_of_a_prompt_is_that_of_its_tokens_added_one_by_one():
+    rng = random.Random(4)
+    for n in range(30):
+        text = [rng.randrange(6) for _ in range(n)]
+        grown = Lookup(text[:1])
+        grown.add(*text[1:])
+        whole = Lookup(text)
+        for token in (7, *text[-3:], 8, *text[:3], 1, 2, 3):
+            for one in (grown, whole):
+                one.add(token)
+        # Their places may differ where they followed different ones; behind a new token there is none.
+        for one in (grown, whole):
+            one.add(99, 2)
+        assert grown.draft(4) == whole.draft(4)
+
+
 def test_of_a_long_prompt_the_end_is_indexed():
     text = [5, 6, 7, *range(100, 20_000), 5, 6]
     assert Lookup(text).draft(2) == []
     assert Lookup([*text, 7, 8, 5, 6]).draft(2) == [7, 8]
 
 
-def test_the_chance_is_that_of_the_first_drafted_token():
-    repeats, wanders = Lookup([1, 2, 3, 4]), Lookup([1, 2, 3, 4])
-    rng = random.Random(1)
-    for n in range(60):
-        repeats.add(1 + n % 4)
-        wanders.add(rng.randrange(1000))
-    assert repeats.chance > 0.9
-    assert wanders.chance < 0.1
-    assert repeats.expected(7) > 4
-    assert repeats.expected(0) == 0
+def test_what_is_expected_depends_on_how_much_came_as_guessed():
+    rng, chances = random.Random(1), Chances()
+    copied, wanders = Lookup(range(400), None, chances), Lookup([1, 2, 3, 4], None, chances)
+    assert copied.expected(7) == 0
+    copied.add(*range(400))
+    wanders.add(*(rng.randrange(100) for _ in range(400)))
+    assert copied.expected(7) > 6
+    assert copied.expected(0) == 0
+    assert 0 < copied.expected(15) - copied.expected(7) < 8
+    assert wanders.expected(7) < 0.2
+    # At the beginning of a copy it is not known yet that it is one.
+    copied.add(-1, 100)
+    assert copied.expected(7) < 4
+    copied.add(*range(101, 120))
+    assert copied.expected(7) > 6
+
+
+def test_matches_that_always_end_soon_are_not_expected_to_go_on():
+    text = Lookup(range(1000))
+    rng = random.Random(2)
+    for n in range(200):
+        place = rng.randrange(900)
+        text.add(place, place + 1, place + 2, 2000 + n)
+    text.add(5)
+    assert 1.5 < text.expected(15) < 3
+
+
+def test_a_token_that_is_not_known_yet_may_end_the_match():
+    text = Lookup(range(400))
+    text.add(*range(200))
+    known, ahead = text.expected(7), text.expected(7, ahead=1)
+    assert known > ahead > 5
+    assert Lookup([1, 2, 3]).expected(7, ahead=1) == 0
+
+
+def test_what_was_learnt_long_ago_counts_less():
+    text = Lookup([1, 2] * 50)
+    text.add(*[1, 2] * 200)
+    before = text.expected(3)
+    for n in range(300):
+        text.add(5000 + n, 1)
+    assert before > 2.5
+    assert text.expected(3) < 0.2
 
 
 FILE = [*range(100, 120), 7, 8, *range(120, 140), 7, 9, *range(140, 160), 7, 9]
@@ -111,66 +171,3 @@ def test_a_prediction_is_tried_at_once_and_given_up_where_it_is_wrong():
     assert both.expected(3) > 1
     both.add(*[99] * 30)
     assert both.expected(3) < 0.1
-
-
-def lookup(chance):
-    one = Lookup([1])
-    one.chance = chance
-    return one
-
-
-def chosen(chances, seconds, n_rows=None):
-    """What is chosen once passes without drafts and those of each length were measured."""
-    length = DraftLength()
-    n_rows = n_rows or len(chances)
-    for n, each in zip((0, *LENGTHS), seconds, strict=True):
-        length.note(n_rows, n, each)
-    return length.choose(n_rows, [lookup(chance) for chance in chances])
-
-
-@pytest.mark.parametrize(
-    ("chances", "seconds", "n"),
-    [
-        ([0.95], (1, 1, 1, 1), 7),
-        ([0.95], (1, 1.1, 1.3, 8), 3),
-        ([0.5], (1, 1.1, 1.8, 3), 1),
-        ([0.0], (1, 1, 1, 1), 0),
-        ([0.9], (1, 2, 4, 8), 0),
-        # The others of the batch wait for one row's drafts.
-        ([0.95, 0, 0, 0], (1, 1.2, 1.4, 2.5), 3),
-        ([0.95, 0, 0, 0], (1, 1.6, 2.5, 4), 0),
-    ],
-)
-def test_the_length_with_the_most_tokens_a_second_is_chosen(chances, seconds, n):
-    assert chosen(chances, seconds) == n
-
-
-def test_rows_without_a_lookup_count():
-    assert chosen([0.9], (1, 1.5, 2, 3), n_rows=1) == 7
-    assert chosen([0.9], (1, 1.5, 2, 3), n_rows=8) == 0
-
-
-def test_lengths_are_measured_where_drafts_are_right_and_again_later():
-    length, good, bad = DraftLength(), [lookup(0.9)], [lookup(0.2)]
-    assert length.choose(1, good) == 0
-    length.note(1, 0, 1.0)
-    assert length.choose(1, bad) == 0
-    tried = []
-    while n := length.choose(1, good):
-        tried.append(n)
-        length.note(1, n, 10.0)
-    assert sorted(tried) == list(LENGTHS)
-    n_plain = 0
-    while not length.choose(1, good):
-        length.note(1, 0, 1.0)
-        n_plain += 1
-    # Passes that were ten times too slow, once in hundreds.
-    assert n_plain > 300
-
-
-def test_one_slow_pass_decides_nothing():
-    length, good = DraftLength(), [lookup(0.9)]
-    for seconds in (1.0, 1.0, 9.0, 1.0, 1.0):
-        for n in (0, *LENGTHS):
-            length.note(1, n, seconds if n == 7 else 1.0)
-    assert length.choose(1, good) == 7

@@ -6,7 +6,7 @@ is always one token ahead. A pass with drafts needs the tokens first, and adds s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,6 @@ from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache
 from mlx_serve.engine.generate.drafts import Lookup
 from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
-
-# A pass is timed only if so small a part of the time between two steps went to other work.
-_BETWEEN = 0.2
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +44,10 @@ class Row:
     ends: frozenset[int] = frozenset()
     # Whether the token that was fed last is part of the output.
     has_begun: bool = False
+    # Whether ``lookup`` has the next token to feed. It is made with ``next_token``.
+    knows_next: bool = True
+    # Steps that drafts have saved it (draft_length.py).
+    credit: float = 0.0
 
     def n_wanted(self, token: int, n_most: int) -> int:
         """How many of ``n_most`` tokens to draft behind ``token``, which comes behind ``tokens``."""
@@ -56,13 +57,21 @@ class Row:
 
     def expected(self, n_tokens: int) -> float:
         """How many of ``n_tokens`` drafted tokens will be right."""
-        return self.lookup.expected(min(n_tokens, self.max_drafts)) if self.lookup is not None else 0.0
+        if self.lookup is None:
+            return 0.0
+        return self.lookup.expected(min(n_tokens, self.max_drafts), ahead=not self.knows_next)
+
+    def learn(self, token: int) -> None:
+        """The token that will be fed next was read."""
+        if self.lookup is not None and not self.knows_next:
+            self.lookup.add(token)
+        self.knows_next = True
 
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append what was fed to the model. Returns the part of it that is output."""
         self.tokens += tokens
         output = list(tokens) if self.has_begun else list(tokens[1:])
-        self.has_begun = True
+        self.has_begun, self.knows_next = True, False
         self.n_left -= len(output)
         return output
 
@@ -70,18 +79,14 @@ class Row:
 class Bank:
     """Sequences that the model runs in one pass."""
 
-    def __init__(self, model: Any, cache: BatchCache | LoneCache, clock: Callable[[], float]) -> None:
+    def __init__(self, model: Any, cache: BatchCache | LoneCache) -> None:
         self._model = model
-        self._clock = clock
         self.cache = cache
         self.rows: list[Row] = []
         # The next input of each row, shape (rows,).
         self._drawn = mx.array([], mx.uint32)
-        # What the last step's pass took; None: it is not known.
-        self.seconds: float | None = None
-        # When the last step ended, if its pass is still running.
-        self._ended_s: float | None = None
-        self.n_drafted = self.n_accepted = 0
+        # The most tokens that the last step drafted for a row, and sums of all.
+        self.n_longest = self.n_drafted = self.n_accepted = 0
 
     @property
     def can_cut_back(self) -> bool:
@@ -97,14 +102,14 @@ class Bank:
 
     def join(self, row: Row, cache: list[Any], drawn: mx.array, max_spare: float) -> None:
         """Add a row whose next input is ``drawn``, shape (1,). At most ``max_spare`` bytes are added for other rows."""
-        self._wait()
+        self.wait()
         self.cache.join(cache, len(row.tokens), max_spare)
         self.rows.append(row)
         self._drawn = mx.concatenate([self._drawn, drawn])
 
     def leave(self, row: Row, max_spare: float) -> tuple[list[Any], mx.array]:
         """Remove a row. Returns its cache and its next input, shape (1,). Free rows may keep ``max_spare`` bytes."""
-        self._wait()
+        self.wait()
         index, last = self.rows.index(row), len(self.rows) - 1
         kept = self.cache.leave(index, max_spare)
         drawn = self._drawn[index : index + 1]
@@ -115,7 +120,7 @@ class Bank:
 
     def step(self) -> list[tuple[Row, list[int]]]:
         """Start a pass with the tokens that were drawn last, then read and return these tokens."""
-        started_s, fed = self._clock(), self._drawn
+        fed = self._drawn
         contexts = self._contexts(fed)
         self.cache.begin(1)
         logits = self._model(fed[:, None], cache=self.cache.layers)[:, -1, :]
@@ -123,11 +128,10 @@ class Bank:
         self._drawn = self._draw(logits, contexts)
         mx.async_eval(self._drawn, [row.context.state for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
         tokens: list[int] = fed.tolist()  # type: ignore[assignment]
-        out = [(row, row.take([token])) for row, token in zip(self.rows, tokens, strict=True)]
-        for row, output in out:
-            if row.lookup is not None and output:
-                row.lookup.add(*output)
-        self._time(started_s)
+        out = []
+        for row, token in zip(self.rows, tokens, strict=True):
+            row.learn(token)
+            out.append((row, row.take([token])))
         return out
 
     def step_with_drafts(self, n_most: int) -> list[tuple[Row, list[int]]]:
@@ -136,7 +140,6 @@ class Bank:
         Returns these tokens, and of the drafts what is right.
         """
         tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
-        started_s = self._clock()
         drafts = self._propose(
             tokens, [row.n_wanted(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
         )
@@ -170,27 +173,20 @@ class Bank:
                 row.lookup.add(*draft[:n_right])
             self.n_drafted += len(draft)
             self.n_accepted += n_right
+            row.learn(after[n_right])
         self.cache.advance(n_kept)
         self._drawn = mx.array(following, mx.uint32)
-        self.seconds, self._ended_s = self._clock() - started_s if n else None, None
+        self.n_longest = n
         return out
 
     def _propose(self, tokens: Sequence[int], n_wanted: Sequence[int]) -> list[list[int]]:
         """For each row at most so many tokens that may follow ``tokens``, which each row has drawn last."""
         for row, token in zip(self.rows, tokens, strict=True):
-            if row.lookup is not None and row.has_begun:
-                row.lookup.add(token)
+            row.learn(token)
         return [
             row.lookup.draft(n) if row.lookup is not None and n else []
             for row, n in zip(self.rows, n_wanted, strict=True)
         ]
-
-    def _time(self, started_s: float) -> None:
-        """Take the time of a step whose pass runs on. It is that from step to step, unless other work came between."""
-        now_s, last_s = self._clock(), self._ended_s
-        is_known = last_s is not None and started_s - last_s < _BETWEEN * (now_s - last_s)
-        self.seconds = now_s - last_s if last_s is not None and is_known else None
-        self._ended_s = now_s
 
     def _contexts(self, fed: mx.array) -> list[mx.array | None]:
         """What the processors of each row get when these tokens are fed, shape (rows,)."""
@@ -200,13 +196,12 @@ class Bank:
 
     def give_up_spare(self) -> None:
         """Give up the memory of free rows."""
-        self._wait()
+        self.wait()
         self.cache.give_up_spare()
 
-    def _wait(self) -> None:
-        """Wait for the running pass, because a write to an array that it is reading would copy the whole array."""
+    def wait(self) -> None:
+        """Wait for the running pass. A write to an array that it is reading would copy the whole array."""
         mx.eval(self._drawn)
-        self._ended_s = None
 
     def _draw(self, logits: mx.array, contexts: Sequence[mx.array | None]) -> mx.array:
         """The next token of each row, shape (rows,), from its logits, shape (rows, vocab), and its tokens so far."""

@@ -28,7 +28,8 @@ from mlx_serve.engine.cache.prefixes import is_whole
 from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.bank import Row
-from mlx_serve.engine.generate.drafts import LENGTHS, Lookup
+from mlx_serve.engine.generate.draft_length import LENGTHS
+from mlx_serve.engine.generate.drafts import Chances, Lookup
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
@@ -70,9 +71,8 @@ class BatchBackend(LoadedBackend):
         self.capacity = 1 if loaded.alone else options.decode_concurrency
         self._max_prefilling = options.prompt_concurrency
         self._most_tokens = options.prefill_step_size
-        # Drafts depend on times, which differ between ranks.
-        self._drafts = loaded.agree is None
         self._draft_ngram = options.draft_ngram
+        self._chances = Chances()
         super().__init__(loaded)
         # Prompts, in the order of their arrival.
         self._prompts: list[RunningSequence] = []
@@ -186,13 +186,17 @@ class BatchBackend(LoadedBackend):
     def plan_step(self, gap_s: float) -> StepPlan:
         n_left = [prompt.n_left for prompt in self._prompts if prompt.loading is None]
         plan = self._budget.plan(gap_s, n_left, len(self._decoding))
-        return replace(plan, decodes=plan.decodes or bool(self._prefilled), max_spare=self.max_spare)
+        decodes = plan.decodes or bool(self._prefilled)
+        n_drafts = self._rows.plan() if decodes else 0
+        return replace(plan, decodes=decodes, max_spare=self.max_spare, n_drafts=n_drafts)
 
     def run_step(self, plan: StepPlan) -> Sequence[tuple[Job, Event]]:
         events: list[tuple[Job, Event]] = []
         self._rows.max_spare = math.inf if plan.max_spare is None else plan.max_spare
         n_tokens = max(1, plan.n_tokens // max(1, sum(map(bool, (self._prompts, self._scoring, self._embedding)))))
         self._poll_disk()
+        if self._prompts or self._scoring or self._embedding:
+            self._rows.interrupted()
         if self._prompts:
             n_left = n_tokens - self._feed_together(n_tokens, plan.n_overhead, events)
             if n_left > 0:
@@ -202,7 +206,7 @@ class BatchBackend(LoadedBackend):
         if self._embedding:
             events += self._embed(n_tokens)
         if plan.decodes:
-            events += self._decode()
+            events += self._decode(plan.n_drafts)
         return events
 
     def late(self) -> list[Job]:
@@ -384,7 +388,10 @@ class BatchBackend(LoadedBackend):
 
     # Decoding, scoring and embedding.
 
-    def _decode(self) -> list[tuple[Job, Event]]:
+    def _decode(self, n_drafts: int) -> list[tuple[Job, Event]]:
+        if self._prefilled:
+            # The plan was made for the rows without them.
+            n_drafts = 0
         for sequence in self._prefilled:
             self._join(sequence)
         self._prefilled.clear()
@@ -392,7 +399,7 @@ class BatchBackend(LoadedBackend):
             self._budget.note_nobody()
             return []
         started_s = self._clock()
-        drawn = self._rows.step()
+        drawn = self._rows.step(n_drafts)
         if drawn:
             self._budget.note_decoding(self._clock() - started_s)
         # A sequence that fails ends before the rest of its draft.
@@ -405,9 +412,9 @@ class BatchBackend(LoadedBackend):
         *tokens, last = sequence.ids.tolist()
         row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
-        row.max_drafts = max(LENGTHS) if self._drafts and not choice.follows_tokens else 0
+        row.max_drafts = max(LENGTHS) if not choice.follows_tokens else 0
         if row.max_drafts and (self._draft_ngram or choice.prediction is not None):
-            row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction)
+            row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction, self._chances)
         sequence.row = row
         self._rows.join(sequence.row, sequence.cache)
         sequence.cache = None

@@ -1,59 +1,94 @@
-"""Drafts: tokens that may come next in a sequence, and whether it pays to check them. Knows no MLX, no model, no clock.
+"""Drafts: tokens that may come next in a sequence, by what followed its last tokens elsewhere.
 
 The model checks several drafted tokens of each row in one pass, and draws a token at each of them as it would without
 drafts. As long as what it draws is what was drafted, the next drawn token is right as well. So drafts change no token.
+
+Knows no MLX, no model, no clock. On every rank the same tokens give the same drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
-from typing import Protocol
+
+import numpy as np
 
 from mlx_serve.engine.generate.prediction import LONGEST, Prediction
 
-# So many of a prompt's last tokens are indexed: 2 us each, while every stream waits.
+# So many of a prompt's last tokens are indexed: 1 us each, while every stream waits.
 _INDEXED = 8192
-# At first a predicted token is taken to be right this often.
-_PREDICTED = 0.8
-# How many tokens a pass may draft for each row.
-LENGTHS = (1, 3, 7)
-# The newest draft's weight in a row's chance that a drafted token is right.
-_WEIGHT = 0.1
-# Drafting must promise so much more than a pass without drafts.
-_LEAST_GAIN = 1.05
-# The same for a length whose passes are not measured: the trial costs time where they turn out to be slow.
-_WORTH_A_TRIAL = 1.4
-# The newest passes of a length whose times are kept.
-_KEPT_TIMES = 5
-# A length whose passes were too slow is measured again after so many passes.
-_STALE = 400
+# The bits of a token in the key of an n-gram. Three of them fit in numpy's integers.
+_TOKEN_BITS = 20
+# Guesses behind more matching tokens than this are equally likely to be right.
+_MOST_MATCHED = 16
+# Before a guess was checked, it is taken to be right so often, as if so many had been checked.
+_FIRST_CHANCE = {False: (0.0, 2.0), True: (0.8, 4.0)}
+# How many of the last guesses count in a chance.
+_MEMORY = 100.0
+# Expectations are computed anew after so many guesses.
+_RENEWED = 8
+# How far ahead the guesses are judged: the longest draft, and the token before it.
+_MOST_AHEAD = 16
 
 
-class Drafting(Protocol):
-    """A row that something proposes drafts for."""
+class Chances:
+    """How likely guesses are right, by the number of matching tokens before them. A model's rows share what is learnt.
 
-    def expected(self, n_tokens: int) -> float:
-        """How many of ``n_tokens`` drafted tokens will be right."""
+    So a text that is being copied is told from one that repeats a word by chance. Guesses from predictions are counted
+    apart: until it is known how good they are, they are trusted.
+    """
+
+    def __init__(self) -> None:
+        n = 1 + _MOST_MATCHED
+        self._right = {source: [chance * weight] * n for source, (chance, weight) in _FIRST_CHANCE.items()}
+        self._all = {source: [weight] * n for source, (_, weight) in _FIRST_CHANCE.items()}
+        # What ``expected`` has computed since the last renewal.
+        self._expected: dict[tuple[bool, int], list[float]] = {}
+        self._n_noted = 0
+
+    def note(self, n_matched: int, *, is_predicted: bool, is_right: bool) -> None:
+        """A guess behind so many matching tokens was right, or wrong."""
+        n = min(n_matched, _MOST_MATCHED)
+        right, of = self._right[is_predicted], self._all[is_predicted]
+        if of[n] >= _MEMORY:
+            right[n] *= 1 - 1 / _MEMORY
+            of[n] -= 1
+        right[n] += is_right
+        of[n] += 1
+        self._n_noted += 1
+        if self._n_noted % _RENEWED == 0:
+            self._expected.clear()
+
+    def expected(self, n_matched: int, *, is_predicted: bool) -> list[float]:
+        """How many of the next 0, 1, 2, ... guesses will be right, the first being behind so many matching tokens."""
+        key = is_predicted, min(n_matched, _MOST_MATCHED)
+        if key not in self._expected:
+            total, chance, sums = 0.0, 1.0, [0.0]
+            for i in range(_MOST_AHEAD):
+                n = min(n_matched + i, _MOST_MATCHED)
+                chance *= self._right[is_predicted][n] / self._all[is_predicted][n]
+                total += chance
+                sums.append(total)
+            self._expected[key] = sums
+        return self._expected[key]
 
 
 class Lookup:
     """What may come next in a text, by what followed its end elsewhere: earlier in it, or in a prediction of it."""
 
-    def __init__(self, tokens: Sequence[int] | None, prediction: Prediction | None = None) -> None:
+    def __init__(
+        self, tokens: Sequence[int] | None, prediction: Prediction | None = None, chances: Chances | None = None
+    ) -> None:
         """``tokens``: the text so far. None: only the prediction is looked up in."""
         self._text = _Text(tokens) if tokens is not None else None
         self._prediction = prediction
-        # Whether the last draft was from the prediction.
-        self._is_predicted = False
-        # The chance that the first drafted token is right. A text that repeats nothing has none to try.
-        self.chance = 0.0 if prediction is None else _PREDICTED
+        self._chances = chances if chances is not None else Chances()
 
     def add(self, *tokens: int) -> None:
         """Append tokens that have come, and note whether each would have been drafted."""
         for token in tokens:
-            guess = self.draft(1)
-            self.chance += _WEIGHT * ((guess == [token]) - self.chance)
+            is_predicted, n_matched, guess = self._draft(1)
+            if guess:
+                self._chances.note(n_matched, is_predicted=is_predicted, is_right=guess[0] == token)
             if self._prediction is not None:
                 self._prediction.add(token)
             if self._text is not None:
@@ -61,83 +96,91 @@ class Lookup:
 
     def draft(self, n_tokens: int) -> list[int]:
         """At most ``n_tokens`` that may come next."""
-        n_matched, draft = self._text.draft(n_tokens) if self._text is not None else (0, [])
-        n_followed, predicted = self._prediction.draft(n_tokens) if self._prediction is not None else (0, [])
-        # The longer match is likelier to go on. Of equal ones the client's own prediction.
-        self._is_predicted = bool(predicted) and n_followed >= n_matched
-        return predicted if self._is_predicted else draft
+        return self._draft(n_tokens)[2]
 
     def note_checked(self, n_tokens: int, n_right: int) -> None:
-        """So many tokens of the last draft were checked, of which the first ``n_right`` were right."""
-        if self._is_predicted and self._prediction is not None:
+        """So many tokens of a draft were checked, of which the first ``n_right`` were right. They are not added yet."""
+        if self._prediction is not None and self._draft(1)[0]:
             self._prediction.n_accepted += n_right
             self._prediction.n_rejected += n_tokens - n_right
 
-    def expected(self, n_tokens: int) -> float:
-        """How many of ``n_tokens`` drafted tokens will be right."""
-        return sum(self.chance**n for n in range(1, n_tokens + 1))
+    def expected(self, n_tokens: int, *, ahead: int = 0) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right, behind ``ahead`` tokens that are not known yet."""
+        is_predicted, n_matched, guess = self._draft(1)
+        if not guess:
+            return 0.0
+        sums = self._chances.expected(n_matched, is_predicted=is_predicted)
+        return sums[ahead + n_tokens] - sums[ahead]
+
+    def _draft(self, n_tokens: int) -> tuple[bool, int, list[int]]:
+        """Whether a draft is from the prediction, how many of the last tokens match there, and the draft."""
+        n_matched, draft = self._text.draft(n_tokens) if self._text is not None else (0, [])
+        n_followed, predicted = self._prediction.draft(n_tokens) if self._prediction is not None else (0, [])
+        # The longer match is likelier to go on. Of equal ones the client's own prediction.
+        if predicted and n_followed >= n_matched:
+            return True, n_followed, predicted
+        return False, n_matched, draft
 
 
 class _Text:
-    """A text and its n-grams."""
+    """A text, its n-grams, and the place in it that is followed as long as the text goes on as it did there."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens[-_INDEXED:])
         # By n-gram: the position behind its last occurrence. The end of the text is not indexed yet.
-        self._followers: dict[tuple[int, ...], int] = {}
-        for end in range(1, len(self._tokens)):
-            self._index(end)
+        self._followers = _followers(self._tokens)
+        # The keys of the n-grams at the end of the text, the shortest first.
+        self._ends: list[int] = []
+        for token in self._tokens[-LONGEST:]:
+            self._ends = _with(self._ends, token)
+        # The position of the guess, and how many tokens before it match the end of the text; 0: there is no guess.
+        self._place = self._n_matched = 0
+        self._find()
 
     def add(self, token: int) -> None:
-        if self._tokens:
-            self._index(len(self._tokens))
+        follows = self._n_matched > 0 and self._tokens[self._place] == token
+        for key in self._ends:
+            self._followers[key] = len(self._tokens)
         self._tokens.append(token)
+        self._ends = _with(self._ends, token)
+        if follows:
+            # It has more in common with the end than any n-gram.
+            self._place += 1
+            self._n_matched += 1
+        else:
+            self._find()
 
     def draft(self, n_tokens: int) -> tuple[int, list[int]]:
-        """How many of the last tokens occurred earlier, and at most ``n_tokens`` of what followed them there."""
-        for n in range(min(LONGEST, len(self._tokens)), 0, -1):
-            begin = self._followers.get(tuple(self._tokens[-n:]))
-            if begin is not None:
-                return n, self._tokens[begin : begin + n_tokens]
-        return 0, []
+        """How many of the last tokens match at a place, and at most ``n_tokens`` of what follows them there."""
+        if not self._n_matched:
+            return 0, []
+        draft = self._tokens[self._place : self._place + n_tokens]
+        # A text that repeats its last few tokens goes on to do so.
+        period = len(self._tokens) - self._place
+        for i in range(len(draft), n_tokens):
+            draft.append(draft[i - period])
+        return self._n_matched, draft
 
-    def _index(self, end: int) -> None:
-        """Note that the n-grams that end at ``end`` are followed by the token there."""
-        for n in range(1, min(LONGEST, end) + 1):
-            self._followers[tuple(self._tokens[end - n : end])] = end
+    def _find(self) -> None:
+        """Look up the end of the text."""
+        self._n_matched = 0
+        for n, key in enumerate(self._ends, 1):
+            if (position := self._followers.get(key)) is not None:
+                self._place, self._n_matched = position, n
 
 
-class DraftLength:
-    """Chooses how many tokens the rows of a batch draft, by what passes took and by how often drafts were right.
+def _with(ends: Sequence[int], token: int) -> list[int]:
+    """The keys of the n-grams at the end of a text behind one more token. ``ends``: those before it."""
+    return [token + 1, *(token + 1 | key << _TOKEN_BITS for key in ends[: LONGEST - 1])]
 
-    A length whose passes were never measured is tried when drafts are likely to be right.
-    """
 
-    def __init__(self) -> None:
-        # By the number of rows as a power of two, and the drafted tokens: seconds of the newest passes.
-        self._seconds: dict[tuple[int, int], list[float]] = {}
-        # By the same: how many passes have run since the last one of this kind.
-        self._age: dict[tuple[int, int], int] = {}
-
-    def choose(self, n_rows: int, drafting: Sequence[Drafting]) -> int:
-        """How many tokens to draft in the next pass of so many rows, some of which are ``drafting``; 0: none."""
-        size = n_rows.bit_length()
-        plain = self._seconds.get((size, 0))
-        if plain is None:
-            return 0
-        best, best_gain = 0, 1.0
-        for n in LENGTHS:
-            tokens = 1 + sum(row.expected(n) for row in drafting) / n_rows
-            times = self._seconds.get((size, n))
-            # A length that was not measured lately is tried, as if its passes took no longer than those without drafts.
-            is_known = times is not None and self._age[size, n] <= _STALE
-            slower = median(times or plain) / median(plain) if is_known else 1.0
-            if tokens / slower > max(best_gain, _LEAST_GAIN if is_known else _WORTH_A_TRIAL):
-                best, best_gain = n, tokens / slower
-        return best
-
-    def note(self, n_rows: int, n_drafted: int, seconds: float) -> None:
-        """A pass of ``n_rows`` rows that drafted so many tokens took so long."""
-        key = (n_rows.bit_length(), n_drafted)
-        self._age = {one: age + 1 for one, age in self._age.items()} | {key: 0}
-        self._seconds[key] = [*self._seconds.get(key, ()), seconds][-_KEPT_TIMES:]
+def _followers(tokens: Sequence[int]) -> dict[int, int]:
+    """By the key of each n-gram that is not the end of the text: the position behind its last occurrence."""
+    ids = np.asarray(tokens, np.int64) + 1
+    followers: dict[int, int] = {}
+    keys = np.zeros(len(ids), np.int64)
+    for n in range(1, min(LONGEST, len(ids) - 1) + 1):
+        # Of the n-grams that end at each position from n - 1 on; of equal ones the last stays.
+        keys[n - 1 :] |= ids[: len(ids) - n + 1] << (n - 1) * _TOKEN_BITS
+        followers.update(zip(keys[n - 1 : -1].tolist(), range(n, len(ids)), strict=True))
+    return followers

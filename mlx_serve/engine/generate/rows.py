@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,7 @@ from mlx_serve.engine.cache.kinds import Quantization, is_quantized, leaves
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache, bank_of
 from mlx_serve.engine.generate.bank import Bank, Row
-from mlx_serve.engine.generate.drafts import DraftLength
+from mlx_serve.engine.generate.draft_length import DraftLength, Shape, Times
 
 # MLX's cache of freed buffers is emptied every so many steps.
 _CLEAR_EVERY = 512
@@ -78,7 +78,10 @@ class Rows:
         """
         with mx.stream(generation_stream):
             cache, drawn = self._leave(row)
-            return cache, int(drawn.item())  # type: ignore[arg-type]
+            token = int(drawn.item())  # type: ignore[arg-type]
+            # A paused sequence goes on in its prediction behind this token.
+            row.learn(token)
+            return cache, token
 
     def copy(self, row: Row, n_tokens: int | None = None) -> list[Any]:
         """A copy of a sequence's cache, or of its first ``n_tokens``. Raises ValueError if it can't be cut back."""
@@ -86,7 +89,17 @@ class Rows:
             bank = self._bank_with(row)
             return bank.cache.copy(bank.rows.index(row), n_tokens)
 
-    def step(self) -> list[tuple[Row, int]]:
+    def plan(self) -> int:
+        """How many tokens the next step should draft for each row, by the clock of this rank."""
+        if not any(bank.drafting for bank in self._banks.values()):
+            return 0
+        return self.draft_length.choose(self._shape, self._rows)
+
+    def interrupted(self) -> None:
+        """Other work runs between two steps, so their times say nothing."""
+        self.draft_length.interrupted()
+
+    def step(self, n_drafts: int = 0) -> list[tuple[Row, int]]:
         """Run a pass of each bank, and return the tokens that were fed to it: what earlier passes drew, and drafts.
 
         A sequence that just joined has none yet. A sequence goes on until it is removed.
@@ -97,28 +110,53 @@ class Rows:
             self._n_steps += 1
             if self._n_steps % _CLEAR_EVERY == 0:
                 mx.clear_cache()
-            return [(row, token) for bank in self._banks.values() for row, out in self._run(bank) for token in out]
+            drafting = [bank for bank in self._banks.values() if n_drafts and bank.drafting]
+            out = self._step_with_drafts(drafting, n_drafts) if drafting else self._step()
+            return [(row, token) for row, tokens in out for token in tokens]
 
-    def _run(self, bank: Bank) -> list[tuple[Row, list[int]]]:
-        drafting = bank.drafting
-        wanted = self.draft_length.choose(len(bank.rows), drafting) if drafting else 0
-        out = bank.step_with_drafts(wanted) if wanted else bank.step()
-        if bank.seconds is not None:
-            self.draft_length.note(len(bank.rows), wanted, bank.seconds)
-        self.n_drafted += bank.n_drafted
-        self.n_accepted += bank.n_accepted
-        bank.n_drafted = bank.n_accepted = 0
+    def _step(self) -> list[tuple[Row, list[int]]]:
+        started_s = self._clock()
+        out = [one for bank in self._banks.values() for one in bank.step()]
+        self.draft_length.ran_plain(self._shape, self._rows, Times(started_s, started_s, self._clock()))
         return out
 
+    def _step_with_drafts(self, drafting: Sequence[Bank], n_drafts: int) -> list[tuple[Row, list[int]]]:
+        started_s = self._clock()
+        for bank in self._banks.values():
+            bank.wait()
+        ready_s = self._clock()
+        # The passes of the others are started first, so they have ended when the last pass has.
+        out = [one for bank in self._banks.values() if bank not in drafting for one in bank.step()]
+        n_before = {row: len(row.tokens) for row in self._rows}
+        for bank in drafting:
+            out += bank.step_with_drafts(n_drafts)
+            self.n_drafted += bank.n_drafted
+            self.n_accepted += bank.n_accepted
+            bank.n_drafted = bank.n_accepted = 0
+        n_longest = max(bank.n_longest for bank in drafting)
+        taken = [(row, len(row.tokens) - n) for row, n in n_before.items()]
+        self.draft_length.ran(self._shape, n_longest, taken, Times(started_s, ready_s, self._clock()))
+        return out
+
+    @property
+    def _shape(self) -> Shape:
+        return tuple(len(bank.rows) for bank in self._banks.values())
+
+    @property
+    def _rows(self) -> list[Row]:
+        return [row for bank in self._banks.values() for row in bank.rows]
+
     def _join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
+        self.interrupted()
         if self._quantization is not None:
             self._quantization.apply(cache)
         key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
-            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache), self._clock)
+            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache))
         self._banks[key].join(row, cache, drawn, self.max_spare - self.spare_bytes)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:
+        self.interrupted()
         bank = self._bank_with(row)
         left = bank.leave(row, self.max_spare - self.spare_bytes + bank.cache.spare_bytes)
         if not bank.rows:

@@ -103,6 +103,7 @@ def job_data(job: Job) -> dict[str, Any]:
         "index": job.index,
         "inputs": None if job.inputs is None else asdict(job.inputs),
         "scope": job.scope,
+        "prediction": job.prediction,
     }
 
 
@@ -123,7 +124,7 @@ def job_of(data: dict[str, Any]) -> Job:
     inputs = None if data["inputs"] is None else Inputs(**_frozen(data["inputs"]))
     prompt = Prompt(tuple(data["tokens"]))
     job = Job(data["model"], prompt, Sampling(**sampling), data["index"], SimpleQueue(), inputs=inputs)
-    job.scope = data["scope"]
+    job.scope, job.prediction = data["scope"], tuple(data["prediction"])
     return job
 
 

@@ -1,0 +1,181 @@
+"""How many tokens to draft in a step, so that no sequence is slower for it. Knows no MLX, no model, and no clock.
+
+What a step with drafts takes is measured, for each number of rows and of drafted tokens, and expressed in steps without
+drafts of the same rows. All rows of a step wait for its drafts. So each row has an account: a step with drafts adds the
+tokens that the row got and subtracts what the step took. A row whose account is overdrawn stops the drafts of all,
+unless the next step is expected to settle it. Whatever the guesses are worth, a row loses no more than its overdraft.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol, TypeAlias
+
+# How many rows each bank has. Banks decode in the same step, one after the other.
+Shape: TypeAlias = tuple[int, ...]
+
+# How many tokens a step may draft for each row.
+LENGTHS = (1, 3, 7, 15)
+# Drafting must promise so many times the tokens per second of a step without drafts.
+_LEAST_GAIN = 1.05
+# The same for a length whose cost is not known, if it costs no more than a shorter one.
+_WORTH_A_TRIAL = 1.4
+# What a row may lose for each step, in steps, and at any time.
+_LOSS = 0.02
+_OVERDRAFT = 2.0
+# The most steps that a row can have saved. What it saves beyond that is no reason to lose it again.
+_MOST_CREDIT = 16.0
+# So many of the newest times are kept of each kind of step.
+_KEPT = 5
+# Steps without drafts must have been timed so often, not longer ago than so many steps.
+_LEAST_PLAIN = 3
+_FRESH = 100
+# What a length costs is guessed again when it was not measured for so many steps.
+_STALE = 400
+
+
+class Drafting(Protocol):
+    """A row. ``credit``: how many steps without drafts its drafts have saved it so far."""
+
+    credit: float
+
+    def expected(self, n_tokens: int) -> float:
+        """How many of ``n_tokens`` drafted tokens will be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When a step began, when the pass that ran before it had ended, and when the step ended, in seconds.
+
+    A step without drafts does not wait for its own pass, nor know when the one before it ended.
+    """
+
+    started_s: float
+    ready_s: float
+    ended_s: float
+
+
+class DraftLength:
+    """Chooses how many tokens the next step drafts for each row, by the times of past steps."""
+
+    def __init__(self) -> None:
+        self._n_steps = 0
+        # By shape: when steps without drafts were timed, and their seconds.
+        self._plain: dict[Shape, _Newest] = {}
+        # By the power of two of the rows, and the drafted tokens: when steps were timed, and what they took, in steps
+        # of the same rows without drafts.
+        self._costs: dict[tuple[int, int], _Newest] = {}
+        # Seconds from the end of a step to the next one.
+        self._between_s: deque[float] = deque([0.0], maxlen=_KEPT)
+        # When the last step ended, and whether its pass was still running then.
+        self._ended_s: float | None = None
+        self._ran_on = False
+
+    def choose(self, shape: Shape, rows: Sequence[Drafting]) -> int:
+        """How many tokens to draft for each row; 0: a step without drafts."""
+        if not self._knows_plain(shape) or _gain(rows, LENGTHS[-1], 1.0) < _LEAST_GAIN:
+            return 0
+        best, best_gain = 0, 0.0
+        for n in LENGTHS:
+            cost = self._cost(len(rows), n)
+            if cost is None:
+                break
+            least, most = cost
+            gain = _gain(rows, n, least)
+            is_worth_it = gain > (_LEAST_GAIN if least == most else _WORTH_A_TRIAL)
+            if is_worth_it and gain > best_gain and all(_affords(row, n, most) for row in rows):
+                best, best_gain = n, gain
+        return best
+
+    def interrupted(self) -> None:
+        """Other work ran: the time since the last step's end is not a step's."""
+        self._ended_s = None
+
+    def ran(self, shape: Shape, n_drafted: int, taken: Sequence[tuple[Drafting, int]], times: Times) -> None:
+        """A step drafted ``n_drafted`` tokens for at least one row, and gave each row some. For 0 see ``ran_plain``."""
+        self._follow(times, runs_on=False)
+        if shape not in self._plain:
+            # Rows moved to another bank as the step began; or this rank is not the one that chooses.
+            return
+        plain_s = median(self._plain[shape].values)
+        cost = (times.ended_s - times.ready_s + median(self._between_s)) / plain_s
+        if n_drafted in LENGTHS:
+            key = (len(taken).bit_length(), n_drafted)
+            if key in self._costs:
+                self._costs[key].add(self._n_steps, cost)
+            else:
+                # The first step of a kind may have compiled kernels.
+                self._costs[key] = _Newest()
+        for row, n_tokens in taken:
+            # A pause of the machine is nobody's debt.
+            row.credit = min(row.credit + n_tokens - min(cost, 2.0 + n_drafted), _MOST_CREDIT)
+
+    def ran_plain(self, shape: Shape, rows: Sequence[Drafting], times: Times) -> None:
+        """A step without drafts ran."""
+        seconds = self._follow(times, runs_on=True)
+        if seconds is not None:
+            self._plain.setdefault(shape, _Newest()).add(self._n_steps, seconds)
+        for row in rows:
+            row.credit = min(row.credit + _LOSS, _MOST_CREDIT)
+
+    def _follow(self, times: Times, *, runs_on: bool) -> float | None:
+        """Note when a step ended. Returns the time since the end of the step before, if both were without drafts."""
+        self._n_steps += 1
+        last_s, self._ended_s = self._ended_s, times.ended_s
+        ran_on, self._ran_on = self._ran_on, runs_on
+        if last_s is None:
+            return None
+        self._between_s.append(times.started_s - last_s)
+        return times.ended_s - last_s if ran_on and runs_on else None
+
+    def _knows_plain(self, shape: Shape) -> bool:
+        known = self._plain.get(shape)
+        return known is not None and known.n_since(self._n_steps - _FRESH) >= _LEAST_PLAIN
+
+    def _cost(self, n_rows: int, n_drafts: int) -> tuple[float, float] | None:
+        """The least and the most that a step with drafts may take, in steps without. They are equal if it is known.
+
+        None: it is to be guessed from that of the next shorter draft, which is not known either.
+        """
+        size = n_rows.bit_length()
+        known = self._costs.get((size, n_drafts))
+        last = median(known.values) if known is not None and known.values else None
+        if known is not None and last is not None and known.n_since(self._n_steps - _STALE):
+            return last, last
+        if n_drafts == LENGTHS[0]:
+            return 1.0, last or 1.0 + n_drafts
+        shorter = LENGTHS[LENGTHS.index(n_drafts) - 1]
+        measured = self._costs.get((size, shorter))
+        if measured is None or not measured.values:
+            return None
+        least = max(1.0, median(measured.values))
+        return least, last or 1 + (least - 1) * n_drafts / shorter
+
+
+class _Newest:
+    """The newest values of something, and at which steps they were noted."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+
+    def add(self, step: int, value: float) -> None:
+        self._noted.append((step, value))
+
+    @property
+    def values(self) -> list[float]:
+        return [value for _, value in self._noted]
+
+    def n_since(self, step: int) -> int:
+        return sum(noted > step for noted, _ in self._noted)
+
+
+def _gain(rows: Sequence[Drafting], n_drafts: int, cost: float) -> float:
+    """How many times as fast as without drafts a step is, which takes ``cost`` steps without."""
+    return (1 + sum(row.expected(n_drafts) for row in rows) / len(rows)) / cost
+
+
+def _affords(row: Drafting, n_drafts: int, cost: float) -> bool:
+    return row.credit + _OVERDRAFT + 1 + row.expected(n_drafts) >= cost
