@@ -318,7 +318,9 @@ def _systemd_commands(service: Service, files: Sequence[File], folder: Path) -> 
     put = f"sudo install -o root -g root -m 644 {shlex.quote(str(folder / unit.name))} {unit.final}"
     linger = f"sudo loginctl enable-linger {service.user}    # else the service ends with your session"
     owner = f"-o {service.user} -g {service.group}"
-    missing = [path for path in service.writable if service.system and not os.path.exists(path)]
+    # In a system that is read-only to the service, a folder that is missing when it starts cannot be made later.
+    folders = (service.home / ".cache", *service.writable) if service.system else ()
+    missing = [path for path in folders if not os.path.exists(path)]
     return [
         *(f"sudo install -d {owner} -m 700 {shlex.quote(str(path))}" for path in missing),
         put if service.system else linger,
