@@ -1,6 +1,6 @@
 """What a server with a small budget for KV caches holds at most, and afterwards: 500 mixed requests.
 
-    python -m benchmarks.memory [--requests 500] [--clients 12] [--kv-cache-bytes 192MiB] [--quick] [--json FILE]
+    python -m benchmarks.memory [--requests 500] [--clients 12] [--kv-cache-bytes 384MiB] [--quick] [--json FILE]
 
 A small model with random weights and a large KV cache makes it quick. Requests have random lengths, prefixes in common,
 n, streams and none, log-probabilities, and some hang up. What they would hold all together is several times the budget,
@@ -8,7 +8,7 @@ so they have to wait for each other. Told are MLX's own figures and, from outsid
 is held afterwards. Linux only (/proc).
 
 The model has as many layers as those that people run (48): a batch grows one array of a layer at a time, so what that
-takes beside the caches is a 96th of them. Prompts run in slices of 512 tokens: what a pass takes beside the caches is
+takes beside the caches is a 96th of them. Prompts run in slices of 256 tokens: what a pass takes beside the caches is
 part of the reserve of 1 GiB, and would be large beside so small a budget.
 """
 
@@ -45,11 +45,11 @@ _MODEL = {
     "num_hidden_layers": 48,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
-    "head_dim": 64,
+    "head_dim": 128,
     "max_position_embeddings": 8192,
 }
-_KV_TOKEN_BYTES = 2 * 48 * 64 * 4  # keys and values, layers, numbers, float32
-_STEP_TOKENS = 512
+_KV_TOKEN_BYTES = 2 * 48 * 128 * 4  # keys and values, layers, numbers, float32
+_STEP_TOKENS = 256
 # Another process writes it, so that this one never imports mlx.
 _WRITE_MODEL = """
 import json, pathlib, sys
@@ -218,7 +218,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=500, help="(default: 500)")
     parser.add_argument("--clients", type=int, default=12, help="at a time (default: 12)")
-    parser.add_argument("--kv-cache-bytes", type=size, default=192 * 2**20, help="the budget (default: 192MiB)")
+    parser.add_argument("--kv-cache-bytes", type=size, default=384 * 2**20, help="the budget (default: 384MiB)")
     parser.add_argument("--seed", type=int, default=0, help="of the requests (default: 0)")
     return parse(parser, requests=40)
 
