@@ -161,9 +161,8 @@ class Models:
 
     def open(self, name: str) -> Opening:
         yield
-        loaded = Loaded(
-            self.model, VOCAB, frozenset([0]), (0,), PrefixCache(128, None), control_ids=frozenset(), kv_size=self._size
-        )
+        prefixes = PrefixCache(128, None, clock=self._clock)
+        loaded = Loaded(self.model, VOCAB, frozenset([0]), (0,), prefixes, control_ids=frozenset(), kv_size=self._size)
         return BatchBackend(loaded, BatchOptions(), self._clock)
 
     def kv_limit(self, names: object) -> int:

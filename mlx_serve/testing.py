@@ -180,6 +180,14 @@ class FakeBackend:
     def pin(self, jobs: Sequence[Job]) -> None:
         """Nothing is kept."""
 
+    def missing(self, job: Job) -> tuple[int, float]:
+        """The whole prompt, in no time."""
+        return len(job.prompt.tokens), 0.0
+
+    def wanted_bytes(self, within_s: float) -> int:
+        """Nothing is kept."""
+        return 0
+
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         """Nothing is kept."""
 

@@ -104,6 +104,15 @@ class Backend(Protocol):
     def pin(self, jobs: Sequence[Job]) -> None:
         """Say which jobs come next, in order. The prefixes that they will use are pinned: evicted last."""
 
+    def missing(self, job: Job) -> tuple[int, float]:
+        """How many tokens of a waiting job's prompt no kept prefix covers, and about how many seconds they take.
+
+        None where prefixes that were evicted come back from disk.
+        """
+
+    def wanted_bytes(self, within_s: float) -> int:
+        """The bytes of prefixes that are pinned, or were used in the last ``within_s`` seconds."""
+
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         """Evict prefixes, the least recently used first, until the rest takes at most ``max_bytes``.
 

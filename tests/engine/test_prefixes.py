@@ -594,6 +594,34 @@ def test_what_is_pinned_is_evicted_last_and_the_latest_pin_first(layer):
     assert not cache._pins
 
 
+def test_what_is_pinned_or_was_used_of_late_is_wanted(layer):
+    now_s = 0.0
+    cache = PrefixCache(10, None, clock=lambda: now_s)
+    for i, one in enumerate((A, B, C)):
+        cache.store(ids(one), layer(2**i))
+    assert cache.wanted_bytes(5) == 7
+    now_s = 10.0
+    assert cache.wanted_bytes(5) == 0
+    cache.pin("owner", ids(A, [9]))
+    assert (cache.wanted_bytes(5), cache.pinned_tokens("owner"), cache.pinned_tokens("other")) == (1, 20, 0)
+    cache.fetch(ids(B, [9]))
+    assert cache.wanted_bytes(5) == 3
+
+
+def test_a_job_in_line_misses_what_no_kept_prefix_covers(model):
+    backend = batch_of(model)
+    seen = Seen(backend)
+    seen.run(job(SYSTEM))
+    known, unknown, of_others = job([*SYSTEM, 10, 11]), job([9] * 50), job([8] * 50)
+    backend.pin([known, unknown])
+    assert [backend.missing(one)[0] for one in (known, unknown, of_others)] == [2, 50, 0]
+    assert backend.missing(unknown)[1] > backend.missing(known)[1]
+    # The pins follow what is kept.
+    backend.shrink_cache(0)
+    backend.pin([known, unknown])
+    assert backend.missing(known)[0] == len(SYSTEM) + 2
+
+
 def test_what_is_pinned_stays_unless_it_is_asked_for(layer):
     cache = PrefixCache(2, None)
     cache.store(ids(A), layer())

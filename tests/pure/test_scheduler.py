@@ -739,6 +739,101 @@ def test_the_jobs_in_line_pin_their_prefixes_before_any_is_evicted():
     assert evicted[:3] == [([b"b"], False), ([b"c"], False), ([b"b"], True)]
 
 
+class Conversing(FakeBackend):
+    """Keeps 10 bytes of each conversation, named by its first letter. A prompt takes 5 s that is not kept."""
+
+    def __init__(self, **options):
+        super().__init__(answer=lambda _: [97] * 100, **options)
+        self.kept = []
+        self.wanted = True
+
+    @property
+    def cache_bytes(self):
+        return 10 * len(self.kept)
+
+    def insert(self, a_job):
+        self.kept = [name for name in self.kept if name != chr(a_job.prompt.tokens[0])]
+        super().insert(a_job)
+
+    def step(self, gap_s):
+        events = super().step(gap_s)
+        self.kept += [chr(one.prompt.tokens[0]) for one, event in events if is_last(event)]
+        return events
+
+    def missing(self, a_job):
+        return (0, 0.0) if chr(a_job.prompt.tokens[0]) in self.kept else (len(a_job.prompt.tokens), 5.0)
+
+    def wanted_bytes(self, within_s):
+        return self.cache_bytes if self.wanted else 0
+
+    def shrink_cache(self, max_bytes, *, pinned=True):
+        while self.cache_bytes > max_bytes:
+            self.kept.pop(0)
+
+
+def conversing(*kept, clock=None):
+    """A scheduler with room for three conversations, of which one runs and the others are kept."""
+    scheduler, opened = make(kv_limit=30, backend=Conversing, clock=clock or Clock())
+    scheduler.load("m")
+    running = job("r", max_tokens=9)
+    scheduler.submit([running])
+    scheduler.step()
+    opened[0][1].kept = [*kept]
+    return scheduler, opened[0][1], running
+
+
+def begun(*jobs):
+    return [one for one in jobs if tokens_of(events_of(one))]
+
+
+def test_a_new_conversation_displaces_a_kept_one_only_now_and_then():
+    clock = Clock()
+    scheduler, backend, running = conversing("a", "b", clock=clock)
+    c, d = job("c", max_tokens=9), job("d", max_tokens=9)
+    scheduler.submit([c, d])
+    scheduler.step()
+    # The first one may. It takes 5 s, so for 20 s none may follow.
+    assert (begun(c, d), backend.kept) == ([c], ["b"])
+    b = job("b", max_tokens=9)
+    scheduler.submit([b])
+    scheduler.cancel([running])
+    backend.kept = ["b", "r"]
+    scheduler.step()
+    # One that goes on with what is kept passes.
+    assert (begun(d, b), backend.kept) == ([b], ["r"])
+    scheduler.cancel([c])
+    backend.kept = ["r", "c"]
+    clock.now += 19
+    scheduler.step()
+    assert begun(d) == []
+    clock.now += 1
+    scheduler.step()
+    assert (begun(d), backend.kept) == ([d], ["c"])
+
+
+@pytest.mark.parametrize("case", ["nothing runs", "there is room", "nobody will use them", "urgent"])
+def test_a_new_conversation_need_not_wait(case):
+    clock = Clock()
+    scheduler, backend, running = conversing("a", "b", clock=clock)
+    c, d = job("c", max_tokens=9), job("d", max_tokens=9)
+    scheduler.submit([c])
+    scheduler.step()
+    backend.kept = ["a"]
+    match case:
+        case "nothing runs":
+            scheduler.cancel([running, c])
+            backend.kept = ["a", "b", "c"]
+        case "there is room":
+            scheduler.cancel([running])
+        case "nobody will use them":
+            backend.wanted = False
+        case "urgent":
+            d.priority = -1
+    scheduler.submit([d])
+    scheduler.step()
+    assert begun(d) == [d]
+
+
 def test_prefixes_go_after_a_failed_step():
     class Forgetting(Keeping, Failing):
         pass

@@ -7,6 +7,7 @@ a second for a prompt of 30,000 tokens, while every stream waits (docs/decisions
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,8 @@ class _KeptPrefix:
     n_prompt: int
     number: int
     checkpoints: Sequence[Checkpoint]
+    # When it was last stored or reused.
+    used_s: float = 0.0
     saves: list[Save] = field(default_factory=list)
     node: Node[_KeptPrefix] = field(init=False)
     trims: bool = field(init=False)
@@ -119,12 +122,19 @@ class PrefixCache:
     """
 
     def __init__(
-        self, max_sequences: int, max_bytes: int | None, *, bits: int | None = None, tier: DiskTier | None = None
+        self,
+        max_sequences: int,
+        max_bytes: int | None,
+        *,
+        bits: int | None = None,
+        tier: DiskTier | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_sequences = max_sequences
         self._max_bytes = max_bytes
         self._bits = bits
         self._tier = tier
+        self._clock = clock
         # The least recently used first.
         self._entries: dict[_KeptPrefix, None] = {}
         self._tree: PrefixTree[_KeptPrefix] = PrefixTree()
@@ -144,6 +154,11 @@ class PrefixCache:
     def unkept_bytes(self) -> int:
         """The bytes of dropped caches that stay in memory until they are on disk. Any thread."""
         return self._tier.unkept_bytes if self._tier is not None else 0
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether what is evicted stays in files."""
+        return self._tier is not None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -243,6 +258,16 @@ class PrefixCache:
         entry, _ = self._best(place.node.path(), len(ids))
         if entry is not None:
             self._pins[owner] = entry
+
+    def pinned_tokens(self, owner: Hashable) -> int:
+        """How many of its tokens the cache covers that an owner has pinned."""
+        place = self._places.get(owner)
+        return self.covers(place) if place is not None else 0
+
+    def wanted_bytes(self, within_s: float) -> int:
+        """The bytes of the caches that are pinned, or were stored or reused in the last ``within_s`` seconds."""
+        since_s, pinned = self._clock() - within_s, set(self._pins.values())
+        return sum(entry.n_bytes for entry in self._entries if entry.used_s >= since_s or entry in pinned)
 
     def claim(self, owner: Hashable, ids: Ids, scope: str = "") -> None:
         """Pin the cache that ``fetch`` would use for an admitted job, as a part of that job's memory if it can be.
@@ -354,6 +379,7 @@ class PrefixCache:
     def _keep(self, entry: _KeptPrefix) -> None:
         self._entries[entry] = None
         self.n_bytes += entry.n_bytes
+        entry.used_s = self._clock()
         self.keep(self._max_sequences)
         if self._max_bytes is not None:
             self.shrink(self._max_bytes)
@@ -361,6 +387,7 @@ class PrefixCache:
     def _touch(self, entry: _KeptPrefix) -> None:
         if entry in self._entries:
             self._entries[entry] = self._entries.pop(entry)
+        entry.used_s = self._clock()
         entry.node.remove(entry)
         entry.node.add(entry)
 

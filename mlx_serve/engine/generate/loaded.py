@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from mlx_serve.engine.backend import ALIKE, NO_GAP, Backend, StepPlan
 from mlx_serve.engine.cache.checkpoints import Trail, borders
 from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
+from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -26,11 +27,15 @@ _OF_MLX = (MemoryError, RuntimeError)
 class LoadedBackend(Backend):
     """A backend that plans each step before running it, so that all ranks can follow one plan. Worker thread."""
 
+    _budget: PrefillBudget
+
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self.max_spare: int | None = None
         # The jobs in line that have pinned prefixes, with their prompts as arrays.
         self._in_line: dict[Job, Ids] = {}
+        # The jobs that were pinned last, and the state of the kept prefixes then.
+        self._pinned: tuple[list[Job], int] = [], -1
         # Those of a former backend, which failed.
         loaded.prefix_cache.forget_jobs()
 
@@ -59,6 +64,10 @@ class LoadedBackend(Backend):
         return 0
 
     def pin(self, jobs: Sequence[Job]) -> None:
+        state = [*jobs], self._loaded.prefix_cache.version
+        if state == self._pinned:
+            return
+        self._pinned = state
         known = self._in_line
         self._in_line = {
             job: known[job] if job in known else as_ids(job.prompt.tokens) for job in jobs if job.inputs is None
@@ -67,6 +76,15 @@ class LoadedBackend(Backend):
             self._loaded.prefix_cache.unpin(job)
         for job, ids in self._in_line.items():
             self._loaded.prefix_cache.pin(job, ids, job.scope)
+
+    def missing(self, job: Job) -> tuple[int, float]:
+        if self._loaded.prefix_cache.has_disk or job not in self._in_line:
+            return 0, 0.0
+        n_tokens = len(job.prompt.tokens) - self._loaded.prefix_cache.pinned_tokens(job)
+        return n_tokens, self._budget.prefill_s(n_tokens)
+
+    def wanted_bytes(self, within_s: float) -> int:
+        return self._loaded.prefix_cache.wanted_bytes(within_s)
 
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         prefixes = self._loaded.prefix_cache

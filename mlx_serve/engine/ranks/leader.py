@@ -185,6 +185,12 @@ class LedBackend:
     def pin(self, jobs: Sequence[Job]) -> None:
         self._part.pin(jobs)
 
+    def missing(self, job: Job) -> tuple[int, float]:
+        return self._part.missing(job)
+
+    def wanted_bytes(self, within_s: float) -> int:
+        return self._part.wanted_bytes(within_s)
+
     def shrink_cache(self, max_bytes: int, *, pinned: bool = True) -> None:
         """Evict prefixes. The others then evict the same ones: their bytes differ, and they know no jobs in line."""
         if numbers := self._kept.shrink(max_bytes, pinned=pinned):

@@ -6,6 +6,7 @@ prefixes go first, those of paused jobs last; then jobs are paused. Worker threa
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,15 +21,30 @@ from mlx_serve.values import ApiError, Job
 # This part of the limit (a 32nd) is kept free of prefixes that no job in line will use. A sequence that ends is copied
 # while the others stay where they are, arrays grow while the old ones are there, and free rows wait for sequences.
 _SLACK = 32
+# Most agents come back within so many seconds, with the result of a tool.
+_SOON_S = 120.0
+# A job of whose prompt at most this part is missing continues what is kept.
+_CONTINUES = 0.5
+# The part of the time that the prompts may take to compute which displace kept prefixes.
+_PART = 0.25
 
 
 class Room:
     """The memory for KV caches of the loaded models. ``in_line`` returns the paused and waiting jobs in order."""
 
-    def __init__(self, models: ModelLoader, loaded: LoadedModels, in_line: Callable[[], Sequence[Job]]) -> None:
+    def __init__(
+        self,
+        models: ModelLoader,
+        loaded: LoadedModels,
+        in_line: Callable[[], Sequence[Job]],
+        clock: Callable[[], float],
+    ) -> None:
         self._models = models
         self._loaded = loaded
         self._in_line = in_line
+        self._clock = clock
+        # When a job may displace prefixes again.
+        self._displaces_s = -math.inf
 
     def has_memory(self, job: Job, slot: Slot) -> bool:
         """Whether the job's KV cache fits once ``make_room`` is called. Raises ApiError 400: its prompt never fits.
@@ -46,6 +62,32 @@ class Room:
             if not self._unload_idle(slot):
                 return True
         return True
+
+    def may_displace(self, job: Job, slot: Slot) -> bool:
+        """Whether prefixes that others are likely to use soon may be evicted for a job, if that is needed.
+
+        Where not all conversations fit, each turn would evict the prefix of another, and all of them would be computed
+        again at every turn. So those go on whose prefixes are kept, and one whose prompt must be computed takes the
+        place of one of them only as often as these computations take a part of the time.
+        """
+        limit = self._models.kv_limit(list(self._loaded.slots))
+        if limit is None or job in slot.paused:
+            return True
+        room = limit - limit // _SLACK - self._expected_bytes(job)
+        if self._cached_bytes() <= room:
+            return True
+        self._pin()
+        n_missing, seconds = slot.backend.missing(job)
+        if n_missing <= len(job.prompt.tokens) * _CONTINUES:
+            return True
+        slots = self._loaded.slots.values()
+        if sum(other.backend.wanted_bytes(_SOON_S) for other in slots) <= room:
+            return True
+        now_s = self._clock()
+        may = now_s >= rank(job) - job.arrived_s + self._displaces_s or not any(other.running for other in slots)
+        if may:
+            self._displaces_s = now_s + seconds / _PART
+        return may
 
     def check_alone(self, job: Job, slot: Slot) -> None:
         """Lower a job's output limit to what fits even alone. Raises ApiError 400: its prompt does not. Any thread."""
@@ -132,6 +174,11 @@ class Room:
         self._shrink_caches(kept - n_bytes)
         return kept - self._cached_bytes()
 
+    def _pin(self) -> None:
+        waiting = self._in_line()
+        for name, slot in self._loaded.slots.items():
+            slot.backend.pin([job for job in waiting if job.model == name])
+
     def _shrink_caches(self, max_bytes: int, slack: int = 0) -> None:
         """Evict prefixes, those of the least recently used model first, and those that jobs in line will use last.
 
@@ -139,9 +186,7 @@ class Room:
         """
         most = {False: max(0, max_bytes - slack), True: max(0, max_bytes)}
         if self._cached_bytes() > most[False]:
-            waiting = self._in_line()
-            for name, slot in self._loaded.slots.items():
-                slot.backend.pin([job for job in waiting if job.model == name])
+            self._pin()
         for pinned, slot in product((False, True), self._loaded.slots.values()):
             excess = self._cached_bytes() - most[pinned]
             if excess > 0:

@@ -88,7 +88,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._loaded = LoadedModels(models, self._changed, clock, lambda: Costs(*_STEP_S))
         self._slots = self._loaded.slots
-        self._room = Room(models, self._loaded, self._in_line)
+        self._room = Room(models, self._loaded, self._in_line, clock)
         # What an exception concerns: the job being admitted, or the model whose step is running.
         self._admitting: Job | None = None
         self._stepping: str | None = None
@@ -381,7 +381,7 @@ class Scheduler:
 
         A job that waits for memory holds back all later jobs; otherwise smaller ones could pass it for ever. Only
         paused jobs pass one that has not begun, because it may wait for their ends. A job that waits for its model's
-        batch or load holds back only that model's jobs.
+        batch or load holds back only that model's jobs. One that may not displace kept prefixes yet holds back none.
         """
         held: set[str] = set()
         is_blocked = False
@@ -403,7 +403,7 @@ class Scheduler:
             if place == "held":
                 held.add(job.model)
 
-    def _place(self, job: Job) -> Literal["in", "held", "blocked"]:
+    def _place(self, job: Job) -> Literal["in", "held", "blocked", "passed"]:
         slot = self._slots.get(job.model)
         if slot is None:
             return self._place_unloaded(job.model)
@@ -411,6 +411,8 @@ class Scheduler:
             return "held"
         if self._is_short() or not self._room.has_memory(job, slot):
             return "blocked"
+        if not self._room.may_displace(job, slot):
+            return "passed"
         slot.backend.insert(job)
         # One atomic change, so that ``stop`` and ``expire`` find the job in the queue or in the batch.
         with self._changed:
