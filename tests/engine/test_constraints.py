@@ -13,6 +13,7 @@ import pytest
 from mlx_serve.engine.generate import constraints, grammars
 from mlx_serve.engine.generate.constraints import Constraint
 from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.engine.generate.look_ahead import LookAhead
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Gate, Grammar, Sampling
 
@@ -105,6 +106,98 @@ def test_without_a_grammar_only_the_end_is_held_back():
     assert set(np.flatnonzero(c.allowed(1, WIDTH)).tolist()) == everything - ENDS
     endless = constraint(None, None, ignore_eos=True)
     assert set(np.flatnonzero(endless.allowed(10**6, WIDTH)).tolist()) == everything - ENDS
+
+
+def looking_ahead(vocabulary, *rule, taken="", **sampling):
+    """A look-ahead behind one token of a prompt and what was taken, and its constraint, that has made a mask."""
+    c = constraint(vocabulary, grammar(*rule), **sampling)
+    take(c, taken)
+    allowed(c)
+    texts = [*map(bytes, zip(range(256), strict=True)), b"", b"", b"<think>", b"</think>", b"<call>"]
+    return LookAhead(c, texts, n_prompt=1), c
+
+
+def draft_of(look_ahead, c, proposed="", n=9):
+    tokens = [0, *c.taken]
+    return bytes(look_ahead.draft(tokens[:-1], tokens[-1], list(proposed.encode()), n)[0]).decode()
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken", "proposed", "draft"),
+    [
+        (("choice", ["yes, sir", "yes, madam"]), "", "", "yes, "),
+        (("choice", ["yes, sir", "yes, madam"]), "yes, s", "", "ir"),
+        # Proposed tokens as long as they are allowed, then forced ones.
+        (("choice", ["yes, sir", "yes, madam"]), "", "yes, mother", "yes, madam"[:9]),
+        (("choice", ["yes, sir", "yes, madam"]), "", "no", "yes, "),
+        (("regex", "[a-y]*z"), "", "abcz!", "abcz"),
+        (("regex", "[a-y]*z"), "", "A", ""),
+        (("regex", "a{99}"), "aa", "", "a" * 9),
+        (("regex", "ab?"), "", "", "a"),
+    ],
+)
+def test_proposed_tokens_are_drafted_within_the_grammar_and_then_forced_ones(vocabulary, rule, taken, proposed, draft):
+    look_ahead, c = looking_ahead(vocabulary, *rule, taken=taken)
+    before = allowed(c)
+    assert draft_of(look_ahead, c, proposed) == draft
+    # A mask for each of them, and behind the last. The constraint is where it was.
+    assert sorted(c.noted) == [*range(len(taken), len(taken) + len(draft) + 1)]
+    for n, token in enumerate(draft.encode(), start=len(taken)):
+        assert c.noted[n][token]
+    assert c.taken == list(taken.encode())
+    assert allowed(c) == before
+
+
+def test_the_end_is_not_drafted(vocabulary):
+    look_ahead, c = looking_ahead(vocabulary, "regex", "ab?")
+    assert look_ahead.draft([], 0, [ord("a"), END, END], 5) == ([ord("a")], [])
+    assert look_ahead.guess([], None) == [ord("a")]
+    take(c, "ab")
+    allowed(c)
+    assert look_ahead.guess([0, ord("a"), ord("b")], None) == []
+
+
+def test_drafts_follow_what_came_meanwhile(vocabulary):
+    look_ahead, c = looking_ahead(vocabulary, "choice", ["yes, sir", "yes, madam"])
+    said = list(b"yes, mad")
+    assert look_ahead.guess([0, *said[:-2]], said[-2]) == [ord("d")]
+    assert c.noted.pop(7)[ord("d")]
+    assert look_ahead.draft([0, *said[:-1]], said[-1], [], 1) == ([ord("a")], [ord("m")])
+    assert c.taken == said
+
+
+def test_text_before_the_grammar_is_drafted_as_proposed(vocabulary):
+    look_ahead, c = looking_ahead(vocabulary, "choice", ["yes"], gate=BEHIND)
+    assert look_ahead.draft([], 0, [ord("z"), UNTHINK, ord("n")], 5) == ([ord("z"), UNTHINK, *b"yes"], [])
+    assert c.noted[0][ord("z")]
+
+
+def test_drafts_that_take_too_long_end_and_fail_nothing(vocabulary, monkeypatch):
+    look_ahead, c = looking_ahead(vocabulary, "regex", "a{99}")
+    monkeypatch.setattr(constraints, "_BUDGET_PER_TOKEN_S", 0.0)
+    monkeypatch.setattr(constraints, "_BUDGET_S", 1e-9)
+    spent_s = c.spent_s
+    assert draft_of(look_ahead, c) == ""
+    assert c.noted == {}
+    assert (c.fault, c.spent_s) == ("", spent_s)
+
+
+@pytest.mark.parametrize("n_masks", [0, 1, 3])
+def test_what_the_grammar_cannot_follow_is_not_drafted(vocabulary, n_masks, monkeypatch):
+    look_ahead, c = looking_ahead(vocabulary, "regex", "a{99}")
+    whole = Constraint._of_grammar
+
+    def of_grammar(self, width):
+        if len(self.taken) >= n_masks:
+            self._fail("too complex")
+            return None
+        return whole(self, width)
+
+    monkeypatch.setattr(Constraint, "_of_grammar", of_grammar)
+    n = max(n_masks - 1, 0)
+    assert draft_of(look_ahead, c) == "a" * n
+    assert sorted(c.noted) == list(range(n_masks))
+    assert not c.fault
 
 
 BEHIND = Gate(waiting=True, until=(UNTHINK,))
@@ -257,7 +350,7 @@ def test_a_hostile_grammar_fails_or_stays_small(vocabulary, kind, value):
         if tokens is None or tokens <= ENDS:
             break
         c.take(rng.choice(sorted(tokens - ENDS)))
-    assert c._spent_s < 3
+    assert c.spent_s < 3
 
 
 def test_a_grammar_that_does_not_compile_says_so_and_fails_its_job_alone(vocabulary):

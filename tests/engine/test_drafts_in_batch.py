@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from queue import SimpleQueue
+from types import MappingProxyType
 
 import pytest
 
@@ -10,10 +11,12 @@ from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.draft_length import LENGTHS, DraftLength
-from mlx_serve.values import Job, Prompt, Sampling, Started
+from mlx_serve.engine.generate.grammars import Vocabulary
+from mlx_serve.text.grammar import Rule, compile_rule
+from mlx_serve.values import Gate, Grammar, Job, Prompt, Sampling, Started
 from tests.engine.fuzz import LONGCAT
 from tests.engine.test_trial import LATENT
-from tests.engine.tinymodel import EOS, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 # Texts that repeat themselves, so that drafts are made, and of different lengths.
 PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 20, [5, 6, 5, 6, 5, 6], [*range(40, 60), 3, *range(40, 52)]]
@@ -130,6 +133,75 @@ def test_drafts_change_no_token_with_any_cache(make, alone, request):
     assert [[token for token, *_ in one] for one in seen] == [[token for token, *_ in one] for one in want]
     if not alone:
         assert backend._rows.n_accepted > 0
+
+
+class Words:
+    """A token for each byte, two that end the output, and words."""
+
+    words = (
+        *("{", '{"', 'name": ', '": ', '", "', "name", "na", "am"),
+        *("tru", "true", "fa", ", ", "12", '["', "ab", "abab"),
+    )
+    n_tokens = VOCAB_SIZE + len(words)
+    eos_ids = frozenset([EOS, 258])
+    special_ids = frozenset([256, 259])
+    controls = MappingProxyType({EOS: "<end>"})
+
+    def token_bytes(self, token):
+        return bytes([token]) if token < 256 else b"" if token < VOCAB_SIZE else self.words[token - VOCAB_SIZE].encode()
+
+
+def record(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+RECORD = record(name={"type": "string", "maxLength": 3})
+RULES = [
+    ("json_schema", record(name={"type": "boolean"}, nature={"enum": ["naive", "name"]}, fame={"type": "integer"})),
+    ("json_schema", {"type": "array", "items": RECORD, "minItems": 3, "maxItems": 4}),
+    ("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 9, "maxItems": 12}),
+    ("choice", ["true", "trust no name", "abababababab"]),
+    ("regex", "(ab){3,20}(name|\\{true)+!"),
+]
+GRAMMARS = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0, "seed": 3},
+    "penalties": {"temperature": 0.7, "seed": 4, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
+    "min_tokens": {"min_tokens": 12, "temperature": 1.0, "seed": 5, "logit_bias": ((EOS, 9.0), (258, 9.0))},
+    "behind reasoning": {
+        "gate": Gate(waiting=True, until=(260,)),
+        "logit_bias": ((260, 3.0),),
+        "temperature": 1.0,
+        "seed": 6,
+    },
+    "calls": {"gate": Gate(exits=(50, 51), until=(7,), detours=(6,)), "logit_bias": ((6, 3.0), (7, 4.0), (50, 4.0))},
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    pytest.importorskip("llguidance")
+    return Vocabulary(Words(), Words.n_tokens)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_drafts_change_no_token_of_a_grammar(name, vocabulary):
+    model = tiny_llama(vocab_size=Words.n_tokens + 3)
+    whole = replace(loaded(model), vocabulary=vocabulary, vocab_size=Words.n_tokens + 3, eos_ids=Words.eos_ids)
+    grammars = [Grammar(compile_rule(Rule(*rule, "p")), n_bytes=1) for rule in RULES]
+    jobs = [
+        job(prompt, 60, **GRAMMARS[name] | {"grammar": grammar})
+        for prompt, grammar in zip([*PROMPTS, PROMPTS[0], PROMPTS[1]], [*grammars, None], strict=False)
+    ]
+    want = run(BatchBackend(whole, BatchOptions()), jobs)
+    for seed, (ngram, predicts) in enumerate([(True, False), (False, True)]):
+        again = [
+            replace_queue(one, prediction=edited([token for token, *_ in output]) if predicts else ())
+            for one, output in zip(jobs, want, strict=True)
+        ]
+        backend = drafting(BatchBackend(whole, BatchOptions(draft_ngram=ngram)), Always(seed=seed))
+        assert run(backend, again) == want
+        assert backend._rows.n_accepted > 20
 
 
 def test_log_probabilities_of_drafted_tokens_are_theirs():

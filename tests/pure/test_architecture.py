@@ -61,8 +61,8 @@ ORDER = {
     "engine/cache": "kinds checkpoints size rows lone form file index store writer reader state loading disk"
     " prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length bank rows"
-    " trial pooling reasoning grammars constraints sampling token_choice scoring embedding sequence sharing loaded"
-    " batch single",
+    " trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring embedding sequence sharing"
+    " loaded batch single",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"

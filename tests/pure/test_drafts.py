@@ -166,6 +166,37 @@ def test_what_was_drafted_from_the_prediction_is_counted():
     assert (prediction.n_accepted, prediction.n_rejected) == (2, 1)
 
 
+def test_of_a_draft_that_a_grammar_changes_the_predicted_tokens_are_counted():
+    both = Lookup(None, prediction := Prediction([1, 2, 3, 4]))
+    both.change([1, 2, 7, 8])
+    both.note_checked(4, 3)
+    assert (prediction.n_accepted, prediction.n_rejected) == (2, 0)
+    both.add(1)
+    both.change([2, 3, 4])
+    both.note_checked(3, 1)
+    assert (prediction.n_accepted, prediction.n_rejected) == (3, 2)
+
+
+def test_forced_tokens_are_expected_as_far_as_forced_text_went_before():
+    own = Lookup([])
+    assert own.expected(3) == 0
+    own.force([5])
+    assert own.expected(3) > 1.5
+    for n in range(200):
+        # Each second token is forced.
+        own.force([5] if n % 2 == 0 else [])
+        own.add(5 if n % 2 == 0 else n + 100)
+    own.force([5])
+    assert 0.9 < own.expected(1) < own.expected(3) < 1.1
+    # Where the running pass draws what is forced, nothing is expected behind it.
+    assert own.expected(3, ahead=1) < 0.1
+    for _ in range(100):
+        own.force([7])
+        own.add(8)
+    own.force([7])
+    assert own.expected(3) < 0.5
+
+
 def test_a_prediction_is_tried_at_once_and_given_up_where_it_is_wrong():
     both = Lookup(None, Prediction(range(50)))
     assert both.expected(3) > 1

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache
-from mlx_serve.engine.generate.drafts import Lookup
+from mlx_serve.engine.generate.drafts import Lookup, Restriction
 from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
 
 
@@ -36,10 +36,11 @@ class Row:
     logprobs: OutputLogprobs | None = None
     # What the processors get: the tokens so far, on the device.
     context: TokenBuffer = field(default_factory=TokenBuffer)
-    # Drafts: the most to check at a time, where to look them up, the tokens that the output may still get, and the
-    # tokens that end it.
+    # Drafts: the most to check at a time, where to look them up, what restricts them, the tokens that the output may
+    # still get, and the tokens that end it.
     max_drafts: int = 0
     lookup: Lookup | None = None
+    grammar: Restriction | None = None
     n_left: int = 0
     ends: frozenset[int] = frozenset()
     # Whether the token that was fed last is part of the output.
@@ -54,6 +55,19 @@ class Row:
         if self.has_begun and token in self.ends:
             return 0
         return max(0, min(n_most, self.max_drafts, self.n_left - self.has_begun))
+
+    def within_grammar(self, token: int, draft: list[int], n_tokens: int) -> list[int]:
+        """A draft of at most ``n_tokens`` behind ``token`` as the row's grammar has it."""
+        if self.grammar is None or self.lookup is None or not n_tokens:
+            return draft
+        draft, behind = self.grammar.draft(self.tokens, token, draft, n_tokens)
+        self.lookup.change([*draft, *behind])
+        return draft
+
+    def guess_within_grammar(self, token: int | None = None) -> None:
+        """Find out what the row's grammar forces behind ``token``; None: what the running pass draws."""
+        if self.grammar is not None and self.lookup is not None:
+            self.lookup.force(self.grammar.guess(self.tokens, token))
 
     def expected(self, n_tokens: int) -> float:
         """How many of ``n_tokens`` drafted tokens will be right."""
@@ -132,6 +146,7 @@ class Bank:
         for row, token in zip(self.rows, tokens, strict=True):
             row.learn(token)
             out.append((row, row.take([token])))
+            row.guess_within_grammar()
         return out
 
     def step_with_drafts(self, n_most: int) -> list[tuple[Row, list[int]]]:
@@ -174,6 +189,7 @@ class Bank:
             self.n_drafted += len(draft)
             self.n_accepted += n_right
             row.learn(after[n_right])
+            row.guess_within_grammar(after[n_right])
         self.cache.advance(n_kept)
         self._drawn = mx.array(following, mx.uint32)
         self.n_longest = n
@@ -183,9 +199,13 @@ class Bank:
         """For each row at most so many tokens that may follow ``tokens``, which each row has drawn last."""
         for row, token in zip(self.rows, tokens, strict=True):
             row.learn(token)
-        return [
+        drafts = [
             row.lookup.draft(n) if row.lookup is not None and n else []
             for row, n in zip(self.rows, n_wanted, strict=True)
+        ]
+        return [
+            row.within_grammar(token, draft, n)
+            for row, token, draft, n in zip(self.rows, tokens, drafts, n_wanted, strict=True)
         ]
 
     def _contexts(self, fed: mx.array) -> list[mx.array | None]:

@@ -412,7 +412,9 @@ class BatchBackend(LoadedBackend):
         *tokens, last = sequence.ids.tolist()
         row = Row(tokens, last, choice.sampler, choice.processors, choice.logprobs)
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
-        row.max_drafts = max(LENGTHS) if not choice.follows_tokens else 0
+        row.grammar = choice.look_ahead
+        # How far a grammar looks ahead depends on the time that it takes, which differs between ranks.
+        row.max_drafts = max(LENGTHS) if row.grammar is None or self._loaded.agree is None else 0
         if row.max_drafts and (self._draft_ngram or choice.prediction is not None):
             row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction, self._chances)
         sequence.row = row

@@ -6,8 +6,9 @@ for faults of a client's grammar (such as too much complexity). It keeps the err
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -42,14 +43,19 @@ class Constraint:
     ) -> None:
         self._sampling = sampling
         self._gate = sampling.gate
-        self._eos_ids = sorted(eos_ids)
+        self.ends = frozenset(eos_ids)
         self._matcher = matcher
         self._judges_time = judges_time
         self.fault = ""
         self.fault_at = 0
-        self._spent_s = 0.0
+        self.spent_s = 0.0
         self._longest_s = 0.0
         self.taken: list[int] = []
+        # Masks that were made ahead, by the number of tokens before them. Each is taken once.
+        self.noted: dict[int, Mask | None] = {}
+        # The newest mask, and the width of the vocabulary; 0: not known yet.
+        self.newest: Mask | None = None
+        self.width = 0
         self._place = self._first_place()
 
     @property
@@ -60,15 +66,30 @@ class Constraint:
     @property
     def is_late(self) -> bool:
         """Whether the grammar has used up its CPU time and has not failed yet."""
-        return not self.fault and (self._longest_s > _MASK_S or self._spent_s > self._budget_s)
+        return not self.fault and self.takes_too_long
+
+    @property
+    def takes_too_long(self) -> bool:
+        """Whether the grammar has taken more CPU time than it may."""
+        return self._longest_s > _MASK_S or self.spent_s > self._budget_s
 
     def give_up(self) -> None:
         """Fail the grammar because it takes too long."""
         if not self.fault:
             self._fail(
-                f"it takes too long: {self._spent_s:.2f} s of CPU time for {len(self.taken)} tokens, of which "
+                f"it takes too long: {self.spent_s:.2f} s of CPU time for {len(self.taken)} tokens, of which "
                 f"{self._budget_s:.2f} s are allowed, and {self._longest_s:.2f} s for one, of which {_MASK_S} s are."
             )
+
+    def ahead(self, spent_s: float) -> Constraint:
+        """A copy that takes drafted tokens. It has spent ``spent_s`` so far: its time is not charged to this one."""
+        started_s = time.thread_time()
+        ahead = copy.copy(self)
+        ahead._matcher = self._matcher.deep_copy()
+        ahead.taken, ahead.noted = self.taken.copy(), {}
+        ahead.spent_s, ahead._longest_s = spent_s, 0.0
+        ahead._charge(started_s)
+        return ahead
 
     def restart(self) -> None:
         """Forget all tokens, because a draft was rejected."""
@@ -95,6 +116,11 @@ class Constraint:
 
     def allowed(self, n_output: int, width: int) -> Mask | None:
         """The tokens that may follow the first ``n_output``, in a vocabulary of ``width``; None: all tokens."""
+        self.width = width
+        self.newest = self._allowed(n_output, width)
+        return self.newest
+
+    def _allowed(self, n_output: int, width: int) -> Mask | None:
         may_end = not self._sampling.ignore_eos and n_output >= self._sampling.min_tokens
         if self._place == "outside":
             return None if may_end else self._all_but_ends(width)
@@ -110,7 +136,7 @@ class Constraint:
     def _charge(self, started_s: float) -> None:
         """Charge this thread's CPU time since ``started_s`` to the grammar."""
         spent_s = time.thread_time() - started_s
-        self._spent_s += spent_s
+        self.spent_s += spent_s
         self._longest_s = max(self._longest_s, spent_s)
 
     def _first_place(self) -> Literal["waiting", "begin", "inside", "outside"]:
@@ -166,7 +192,7 @@ class Constraint:
 
     def _all_but_ends(self, width: int) -> Mask:
         mask = np.ones(width, dtype=np.bool_)
-        mask[_below(self._eos_ids, width)] = False
+        mask[_below(self.ends, width)] = False
         return mask
 
     def _fail(self, reason: str = "") -> None:
@@ -175,5 +201,5 @@ class Constraint:
         self._place = "outside"
 
 
-def _below(ids: Sequence[int], width: int) -> list[int]:
+def _below(ids: Collection[int], width: int) -> list[int]:
     return [token for token in ids if token < width]

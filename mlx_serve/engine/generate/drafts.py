@@ -8,7 +8,8 @@ Knows no MLX, no model, no clock. On every rank the same tokens give the same dr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,8 +21,14 @@ _INDEXED = 8192
 _TOKEN_BITS = 20
 # Guesses behind more matching tokens than this are equally likely to be right.
 _MOST_MATCHED = 16
+# Where a guess is from.
+Source: TypeAlias = Literal["text", "prediction", "grammar"]
 # Before a guess was checked, it is taken to be right so often, as if so many had been checked.
-_FIRST_CHANCE = {False: (0.0, 2.0), True: (0.8, 4.0)}
+_FIRST_CHANCE: Mapping[Source, tuple[float, float]] = {
+    "text": (0.0, 2.0),
+    "prediction": (0.8, 4.0),
+    "grammar": (0.8, 4.0),
+}
 # How many of the last guesses count in a chance.
 _MEMORY = 100.0
 # Expectations are computed anew after so many guesses.
@@ -33,8 +40,9 @@ _MOST_AHEAD = 16
 class Chances:
     """How likely guesses are right, by the number of matching tokens before them. A model's rows share what is learnt.
 
-    So a text that is being copied is told from one that repeats a word by chance. Guesses from predictions are counted
-    apart: until it is known how good they are, they are trusted.
+    So a text that is being copied is told from one that repeats a word by chance. Guesses from predictions and grammars
+    are counted apart: until it is known how good they are, they are trusted. A grammar's are told apart by how many
+    before them were right.
     """
 
     def __init__(self) -> None:
@@ -42,13 +50,13 @@ class Chances:
         self._right = {source: [chance * weight] * n for source, (chance, weight) in _FIRST_CHANCE.items()}
         self._all = {source: [weight] * n for source, (_, weight) in _FIRST_CHANCE.items()}
         # What ``expected`` has computed since the last renewal.
-        self._expected: dict[tuple[bool, int], list[float]] = {}
+        self._expected: dict[tuple[Source, int], list[float]] = {}
         self._n_noted = 0
 
-    def note(self, n_matched: int, *, is_predicted: bool, is_right: bool) -> None:
+    def note(self, n_matched: int, source: Source, *, is_right: bool) -> None:
         """A guess behind so many matching tokens was right, or wrong."""
         n = min(n_matched, _MOST_MATCHED)
-        right, of = self._right[is_predicted], self._all[is_predicted]
+        right, of = self._right[source], self._all[source]
         if of[n] >= _MEMORY:
             right[n] *= 1 - 1 / _MEMORY
             of[n] -= 1
@@ -58,18 +66,33 @@ class Chances:
         if self._n_noted % _RENEWED == 0:
             self._expected.clear()
 
-    def expected(self, n_matched: int, *, is_predicted: bool) -> list[float]:
+    def expected(self, n_matched: int, source: Source) -> list[float]:
         """How many of the next 0, 1, 2, ... guesses will be right, the first being behind so many matching tokens."""
-        key = is_predicted, min(n_matched, _MOST_MATCHED)
+        key = source, min(n_matched, _MOST_MATCHED)
         if key not in self._expected:
             total, chance, sums = 0.0, 1.0, [0.0]
             for i in range(_MOST_AHEAD):
                 n = min(n_matched + i, _MOST_MATCHED)
-                chance *= self._right[is_predicted][n] / self._all[is_predicted][n]
+                chance *= self._right[source][n] / self._all[source][n]
                 total += chance
                 sums.append(total)
             self._expected[key] = sums
         return self._expected[key]
+
+
+class Restriction(Protocol):
+    """A grammar that restricts a row's drafts."""
+
+    def draft(
+        self, tokens: Sequence[int], last: int, proposed: Sequence[int], n_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """At most ``n_tokens`` to check behind ``tokens`` and ``last``, and the guess behind them.
+
+        They begin with what it allows of the proposed ones.
+        """
+
+    def guess(self, tokens: Sequence[int], last: int | None) -> list[int]:
+        """The token that is forced behind ``tokens`` and ``last``, or none. Without ``last``: in the running pass."""
 
 
 class Lookup:
@@ -82,13 +105,23 @@ class Lookup:
         self._text = _Text(tokens) if tokens is not None else None
         self._prediction = prediction
         self._chances = chances if chances is not None else Chances()
+        # What a grammar makes of the guesses that follow, None where it leaves them, and how many tokens up to here
+        # were what it forced.
+        self._changed: list[int | None] = []
+        self._n_forced = 0
 
     def add(self, *tokens: int) -> None:
         """Append tokens that have come, and note whether each would have been drafted."""
         for token in tokens:
-            is_predicted, n_matched, guess = self._draft(1)
+            source, n_matched, guess = self._guess()
+            is_right = guess == [token]
             if guess:
-                self._chances.note(n_matched, is_predicted=is_predicted, is_right=guess[0] == token)
+                self._chances.note(n_matched, source, is_right=is_right)
+            if self._n_forced and source != "grammar":
+                # The forced text had an end here.
+                self._chances.note(self._n_forced, "grammar", is_right=False)
+            self._n_forced = self._n_forced + 1 if is_right and source == "grammar" else 0
+            self._changed = self._changed[1:] if is_right else []
             if self._prediction is not None:
                 self._prediction.add(token)
             if self._text is not None:
@@ -98,28 +131,46 @@ class Lookup:
         """At most ``n_tokens`` that may come next."""
         return self._draft(n_tokens)[2]
 
+    def change(self, tokens: Sequence[int]) -> None:
+        """A grammar makes this of the draft. It may begin as the draft does."""
+        draft = self._draft(len(tokens))[2]
+        n_same = next((i for i, pair in enumerate(zip(draft, tokens, strict=False)) if pair[0] != pair[1]), len(draft))
+        self._changed = [None] * n_same + list(tokens[n_same:])
+
+    def force(self, tokens: Sequence[int]) -> None:
+        """A grammar forces these tokens to come next, whatever was guessed."""
+        self._changed = list(tokens)
+
     def note_checked(self, n_tokens: int, n_right: int) -> None:
         """So many tokens of a draft were checked, of which the first ``n_right`` were right. They are not added yet."""
-        if self._prediction is not None and self._draft(1)[0]:
-            self._prediction.n_accepted += n_right
-            self._prediction.n_rejected += n_tokens - n_right
+        if self._prediction is not None and self._draft(1)[0] == "prediction":
+            n_own = next((i for i, token in enumerate(self._changed) if token is not None), n_tokens)
+            n_checked = min(n_tokens, n_own)
+            self._prediction.n_accepted += min(n_right, n_checked)
+            self._prediction.n_rejected += n_checked - min(n_right, n_checked)
 
     def expected(self, n_tokens: int, *, ahead: int = 0) -> float:
         """How many of ``n_tokens`` drafted tokens will be right, behind ``ahead`` tokens that are not known yet."""
-        is_predicted, n_matched, guess = self._draft(1)
+        source, n_matched, guess = self._guess()
         if not guess:
             return 0.0
-        sums = self._chances.expected(n_matched, is_predicted=is_predicted)
+        sums = self._chances.expected(n_matched, source)
         return sums[ahead + n_tokens] - sums[ahead]
 
-    def _draft(self, n_tokens: int) -> tuple[bool, int, list[int]]:
-        """Whether a draft is from the prediction, how many of the last tokens match there, and the draft."""
+    def _guess(self) -> tuple[Source, int, list[int]]:
+        """As ``_draft`` for one token, or what a grammar forces instead."""
+        if self._changed and self._changed[0] is not None:
+            return "grammar", self._n_forced, [self._changed[0]]
+        return self._draft(1)
+
+    def _draft(self, n_tokens: int) -> tuple[Source, int, list[int]]:
+        """Where a draft is from, how many of the last tokens match there, and the draft."""
         n_matched, draft = self._text.draft(n_tokens) if self._text is not None else (0, [])
         n_followed, predicted = self._prediction.draft(n_tokens) if self._prediction is not None else (0, [])
         # The longer match is likelier to go on. Of equal ones the client's own prediction.
         if predicted and n_followed >= n_matched:
-            return True, n_followed, predicted
-        return False, n_matched, draft
+            return "prediction", n_followed, predicted
+        return "text", n_matched, draft
 
 
 class _Text:

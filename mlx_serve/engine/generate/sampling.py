@@ -165,7 +165,7 @@ class _Masked:
 
     The grammar needs the newest token's value, so this waits for the last step's computation. Such a job ends the
     overlap of Python with the GPU for its batch. This step's computation is then started before the mask is made, so
-    the mask is made while the model runs and costs little on a GPU.
+    the mask is made while the model runs and costs little on a GPU. The masks of drafted tokens were made before.
     """
 
     def __init__(self, constraint: Constraint) -> None:
@@ -174,18 +174,23 @@ class _Masked:
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
         output = self._output(context)
-        if self._constraint.follows_tokens:
-            self._follow(output)
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]
-        allowed = self._constraint.allowed(output.shape[0], logits.shape[-1])
+        if output.shape[0] in self._constraint.noted:
+            allowed = self._constraint.noted.pop(output.shape[0])
+        else:
+            if self._constraint.follows_tokens:
+                self._follow(output)
+                mx.async_eval(logits)  # type: ignore[no-untyped-call]
+            allowed = self._constraint.allowed(output.shape[0], logits.shape[-1])
         if allowed is None:
             return logits
         return mx.where(mx.array(allowed), logits, mx.array(-mx.inf, logits.dtype))
 
     def _follow(self, output: mx.array) -> None:
         n_output, taken = output.shape[0], self._constraint.taken
-        if n_output == len(taken) + 1:
-            self._constraint.take(int(output[-1].item()))  # type: ignore[arg-type]
+        if n_output > len(taken):
+            newest: list[int] = output[len(taken) :].tolist()  # type: ignore[assignment]
+            for token in newest:
+                self._constraint.take(token)
         elif n_output or taken:
             self._replay(output.tolist())  # type: ignore[arg-type]
 

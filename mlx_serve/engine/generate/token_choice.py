@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor, Sampler
@@ -15,8 +15,10 @@ from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import NO_KV, KvSize
 from mlx_serve.engine.errors import is_fault
 from mlx_serve.engine.generate.constraints import Constraint
+from mlx_serve.engine.generate.drafts import Restriction
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.generate.logprobs import OutputLogprobs
+from mlx_serve.engine.generate.look_ahead import LookAhead
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
 from mlx_serve.engine.generate.prediction import Prediction
 from mlx_serve.engine.generate.sampling import Seeded, make_processors, make_sampler
@@ -24,6 +26,7 @@ from mlx_serve.engine.token_ids import check_ids
 from mlx_serve.values import ApiError, Failed, Job, Sampling, TokenEvent, internal_error
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class TokenChoice:
     constraint: Constraint | None
     logprobs: OutputLogprobs | None
     prediction: Prediction | None = None
+    look_ahead: Restriction | None = None
     n_output: int = 0
     # The fault of a processor that raised. It fails this job alone, not the batch.
     fault: ApiError | None = None
@@ -73,10 +77,18 @@ class TokenChoice:
         """Whether the job's grammar has used up its CPU time."""
         return self.constraint is not None and self.constraint.is_late
 
-    @property
-    def follows_tokens(self) -> bool:
-        """Whether the choice of a token depends on a grammar, which would have to take back a wrong draft."""
-        return self.constraint is not None and self.constraint.follows_tokens
+    def guarded(self, call: Callable[[], T], otherwise: T) -> T:
+        """The result of a call whose exception fails this job alone: it is made within a step of the whole batch."""
+        if self.fault is not None:
+            return otherwise
+        try:
+            return call()
+        except BaseException as error:  # an error of the grammar's library fails this job alone
+            if not is_fault(error):
+                raise
+            log.exception("a logits processor failed")
+            self.fault = internal_error()
+            return otherwise
 
     def event(self, token: int, finish: Any) -> TokenEvent | Failed:
         """The event of the output's next token. mlx-lm computes one token ahead, so a fault may be early too."""
@@ -108,28 +120,38 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     prediction = Prediction(job.prediction) if job.prediction else None
     choice = TokenChoice(job, sampler, [], constraint, logprobs, prediction)
     choice.processors = [_Guarded(processor, choice) for processor in processors]
+    if constraint is not None and sampling.grammar is not None and loaded.vocabulary is not None:
+        texts = loaded.vocabulary.tokens().texts
+        choice.look_ahead = _GuardedLookAhead(LookAhead(constraint, texts, len(job.prompt.tokens)), choice)
     return choice
 
 
 @dataclass(slots=True)
 class _Guarded:
-    """Wraps a processor so that its exception fails one job: mlx-lm calls it within the step of the whole batch."""
+    """Wraps a processor so that its exception fails one job."""
 
     processor: LogitsProcessor
     choice: TokenChoice = field(repr=False)
 
     def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
-        if self.choice.fault is not None:
-            return logits
-        try:
-            processed: mx.array = self.processor(context, logits)
-        except BaseException as error:  # an error of the grammar's library fails this job alone
-            if not is_fault(error):
-                raise
-            log.exception("a logits processor failed")
-            self.choice.fault = internal_error()
-            return logits
-        return processed
+        return self.choice.guarded(lambda: self.processor(context, logits), logits)
+
+
+@dataclass(slots=True)
+class _GuardedLookAhead:
+    """Wraps a look-ahead so that its exception fails one job."""
+
+    look_ahead: LookAhead
+    choice: TokenChoice = field(repr=False)
+
+    def draft(
+        self, tokens: Sequence[int], last: int, proposed: Sequence[int], n_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        nothing: tuple[list[int], list[int]] = ([], [])
+        return self.choice.guarded(lambda: self.look_ahead.draft(tokens, last, proposed, n_tokens), nothing)
+
+    def guess(self, tokens: Sequence[int], last: int | None) -> list[int]:
+        return self.choice.guarded(lambda: self.look_ahead.guess(tokens, last), [])
 
 
 def _constraint(sampling: Sampling, loaded: Loaded) -> Constraint | None:
