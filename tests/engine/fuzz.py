@@ -4,8 +4,9 @@ python -m tests.engine.fuzz --seconds 600 --seed 1
 python -m tests.engine.fuzz --kind windows --sessions 1 --seed 17    # a session that failed, again
 
 Jobs join, are paused and are cancelled between steps, have prompts that begin alike, are sampled with seeds, penalties
-and biases, and come several at a time with one prompt (``n``). The kinds differ in their caches: plain ones, sliding
-windows, recurrent states, lists of caches, and what runs one job at a time.
+and biases, and come several at a time with one prompt (``n``). Steps draft any number of tokens, from the jobs' own
+texts and from predictions of their answers, where the tokens of a pass can be dropped again. The kinds differ in their
+caches: plain ones, sliding windows, recurrent states, lists of caches, and what runs one job at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from mlx_serve.engine.cache.disk import DiskCache
 from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.draft_length import LENGTHS
 from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import make_choice
@@ -200,8 +202,9 @@ def backend_of(
     if disk is not None:
         whole = replace(whole, prefix_cache=PrefixCache(max(2, max_sequences), None, tier=disk.tier("m")))
     if kind.alone or draft is not None:
-        return one_by_one(whole)
-    return BatchBackend(whole, BatchOptions(prompt_concurrency=rng.choice([1, 2, 8]) if rng else 8))
+        return one_by_one(whole, BatchOptions(draft_ngram=rng is not None))
+    concurrency = rng.choice([1, 2, 8]) if rng else 8
+    return BatchBackend(whole, BatchOptions(prompt_concurrency=concurrency, draft_ngram=rng is not None))
 
 
 @dataclass(slots=True)
@@ -234,7 +237,7 @@ class Session:
     def __init__(self, kind: Kind, rng: random.Random, n_requests: int, disk: DiskCache | None = None) -> None:
         self._rng = rng
         self._disk = disk
-        self._backend = backend_of(kind, rng, disk)
+        self.backend = backend_of(kind, rng, disk)
         self._stems = [self._stem(n) for n in (rng.randrange(20, 150), rng.randrange(20, 150), rng.randrange(200, 400))]
         self._waiting: list[Job] = []
         self._n_requests = n_requests
@@ -257,11 +260,11 @@ class Session:
         if self._n_requests and rng.random() < 0.3:
             self._n_requests -= 1
             self._waiting += self._request()
-        while self._waiting and len(self._running) < min(self._backend.capacity, 12):
+        while self._waiting and len(self._running) < min(self.backend.capacity, 12):
             self._insert(self._waiting.pop(0))
-        if self._paused and rng.random() < 0.2 and len(self._running) < min(self._backend.capacity, 12):
+        if self._paused and rng.random() < 0.2 and len(self._running) < min(self.backend.capacity, 12):
             job = self._paused.pop(rng.randrange(len(self._paused)))
-            self._backend.insert(job)
+            self.backend.insert(job)
             self._running.add(job)
         if self._running and rng.random() < 0.08:
             self._pause(rng.choice(sorted(self._running, key=list(self.results).index)))
@@ -269,22 +272,24 @@ class Session:
             jobs = {*self._running, *self._paused}
             self._cancel(rng.sample(sorted(jobs, key=list(self.results).index), 1))
         if rng.random() < 0.02:
-            self._backend.pin(self._waiting)
-            self._backend.shrink_cache(rng.choice([0, self._backend.cache_bytes // 2]), pinned=rng.random() < 0.5)
+            self.backend.pin(self._waiting)
+            self.backend.shrink_cache(rng.choice([0, self.backend.cache_bytes // 2]), pinned=rng.random() < 0.5)
         if self._disk is not None:
             self._turn_to_disk(self._disk)
         if self._running:
-            plan = StepPlan(rng.choice([1, 7, 16, 40, 200]), rng.random() < 0.8, n_overhead=rng.choice([0, 30]))
-            for job, event in self._backend.run_step(plan):
+            n_drafts = 0 if rng.random() < 0.4 else rng.choice(LENGTHS)
+            n_tokens, n_overhead = rng.choice([1, 7, 16, 40, 200]), rng.choice([0, 30])
+            plan = StepPlan(n_tokens, rng.random() < 0.8, n_overhead=n_overhead, n_drafts=n_drafts)
+            for job, event in self.backend.run_step(plan):
                 self._note(job, event)
 
     def _turn_to_disk(self, disk: DiskCache) -> None:
         if self._rng.random() < 0.1:
             # As after a restart: only the disk has what was kept.
             disk.flush(_DISK_S)
-            self._backend.shrink_cache(0)
+            self.backend.shrink_cache(0)
         if self._rng.random() < 0.5:
-            self._backend.wait_for_disk(_DISK_S)
+            self.backend.wait_for_disk(_DISK_S)
 
     def _note(self, job: Job, event: Any) -> None:
         if isinstance(event, Started):
@@ -294,12 +299,12 @@ class Session:
             self._running.discard(job)
 
     def _insert(self, job: Job) -> None:
-        self._backend.insert(job)
+        self.backend.insert(job)
         self._running.add(job)
         self.results[job] = Result()
 
     def _pause(self, job: Job) -> None:
-        events = self._backend.pause([job])
+        events = self.backend.pause([job])
         self._running.remove(job)
         self.n_pauses += 1
         for _, event in events:
@@ -308,7 +313,7 @@ class Session:
             self._paused.append(job)
 
     def _cancel(self, jobs: Sequence[Job]) -> None:
-        self._backend.remove(jobs)
+        self.backend.remove(jobs)
         for job in jobs:
             self.results[job].is_cancelled = True
             self._running.discard(job)
@@ -317,6 +322,9 @@ class Session:
     def _stem(self, n_tokens: int) -> list[int]:
         """What prompts begin with, some as conversations of several turns."""
         stem = _tokens(self._rng, n_tokens)
+        if self._rng.random() < 0.5:
+            # One that repeats itself, so that drafts are made.
+            stem = (stem[: self._rng.randrange(2, 12)] * n_tokens)[:n_tokens]
         for i in range(self._rng.choice([0, 3, 10])):
             stem[self._rng.randrange(n_tokens)] = TURN + i % 2
         return stem
@@ -326,8 +334,18 @@ class Session:
         prompt, sampling = tuple(self._prompt()), self._sampling()
         scope = rng.choice(["", "", "other"])
         n = rng.choice([1, 1, 1, 2, 4])
+        prediction: tuple[int, ...] = ()
+        if self.results and rng.random() < 0.3:
+            # A request that comes again, and expects most of the answer that it got.
+            before = rng.choice(list(self.results))
+            prompt, sampling, tokens = before.prompt.tokens, before.sampling, self.results[before].tokens
+            place = rng.randrange(len(tokens) + 1)
+            prediction = (*tokens[:place], rng.randrange(250), *tokens[place + rng.randrange(2) :])
         samples = [replace(sampling, seed=None if sampling.seed is None else sampling.seed + i) for i in range(n)]
-        return [Job("m", Prompt(prompt), one, i, SimpleQueue(), scope=scope) for i, one in enumerate(samples)]
+        return [
+            Job("m", Prompt(prompt), one, i, SimpleQueue(), scope=scope, prediction=prediction)
+            for i, one in enumerate(samples)
+        ]
 
     def _prompt(self) -> list[int]:
         rng = self._rng
@@ -454,6 +472,8 @@ class Outcome:
     n_cached: int = 0
     n_pauses: int = 0
     n_loaded: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
     faults: list[str] = field(default_factory=list)
 
 
@@ -473,6 +493,8 @@ def run(name: str, seed: int, outcome: Outcome, n_requests: int = 10, *, with_di
         session.run()
     outcome.n_cached += session.max_cached
     outcome.n_pauses += session.n_pauses
+    outcome.n_drafted += session.backend.n_drafted
+    outcome.n_accepted += session.backend.n_accepted
     for job, got in session.results.items():
         outcome.n_jobs += 1
         outcome.n_tokens += len(got.tokens)
@@ -509,7 +531,8 @@ def main() -> int:
             print(fault, flush=True)
     for name, one in outcomes.items():
         counts = f"{one.n_jobs} jobs, {one.n_cancelled} cancelled, {one.n_pauses} pauses, {one.n_tokens} tokens"
-        print(f"{name}: {counts}, {len(one.faults)} wrong")
+        drafts = f"{one.n_accepted} of {one.n_drafted} drafted tokens right"
+        print(f"{name}: {counts}, {drafts}, {len(one.faults)} wrong")
     n_wrong = sum(len(one.faults) for one in outcomes.values())
     print(f"{sum(one.n_jobs for one in outcomes.values())} jobs, {n_wrong} with wrong tokens")
     return 1 if n_wrong else 0

@@ -29,7 +29,7 @@ class Row:
     """As in the batch (bank.py)."""
 
     text: Text
-    lookup: Lookup
+    lookup: Lookup | None
     began_s: float
     credit: float = 0.0
     # Tokens of the answer that were fed, and whether the next one was read.
@@ -41,11 +41,12 @@ class Row:
         return self.text.answer[self.n_fed :]
 
     def expected(self, n_tokens: int) -> float:
+        assert self.lookup is not None
         return self.lookup.expected(n_tokens, ahead=not self.knows_next)
 
     def learn(self) -> None:
-        if not self.knows_next and self.left:
-            self.lookup.add(self.left[0])
+        if self.lookup is not None and not self.knows_next and self.n_fed < len(self.text.answer):
+            self.lookup.add(self.text.answer[self.n_fed])
             self.knows_next = True
 
     def step(self) -> int:
@@ -55,6 +56,7 @@ class Row:
 
     def step_with_drafts(self, n_drafts: int) -> tuple[int, int]:
         """How many tokens were drafted, and how many came of it."""
+        assert self.lookup is not None
         self.learn()
         draft, left = self.lookup.draft(min(n_drafts, len(self.left) - 1)), self.left[1:]
         n_right = next((n for n, (a, b) in enumerate(zip(draft, left, strict=False)) if a != b), len(draft))
@@ -64,72 +66,101 @@ class Row:
         return len(draft), 1 + n_right
 
 
-@dataclass
+@dataclass(frozen=True)
 class Machine:
     """``pass_s``: of so many rows, and tokens in each row. ``host_s``: Python's work between the steps of so many rows.
 
-    ``noise`` multiplies each duration. ``prefill_s`` is what a request takes before it joins.
+    ``noise`` multiplies the durations that are measured.
     """
 
     pass_s: Callable[[int, int], float]
     host_s: Callable[[int], float] = lambda n_rows: 0.0005 + 0.00005 * n_rows
     noise: Callable[[random.Random], float] = lambda rng: 1.0
-    prefill_s: float = 0.05
+
+
+class Clock:
+    """Of the Python thread and the device. ``noise`` multiplies each duration."""
+
+    def __init__(self, noise: Callable[[], float]) -> None:
+        self.now_s = self.busy_until_s = 0.0
+        self._noise = noise
+
+    def work(self, seconds: float) -> None:
+        """The Python thread works."""
+        self.now_s += seconds * self._noise()
+
+    def start(self, seconds: float) -> None:
+        """Start a pass, which begins when the one before it has ended."""
+        self.busy_until_s = max(self.now_s, self.busy_until_s) + seconds * self._noise()
+
+    def wait(self, until_s: float) -> None:
+        self.now_s = max(self.now_s, until_s)
 
 
 @dataclass
 class Run:
-    """``seconds`` in all, and from the beginning to the end of each text, by its number."""
+    """``seconds`` without noise: in all, and of each text from its beginning to its end, by its number."""
 
     seconds: float = 0.0
     of_text: dict[int, float] = field(default_factory=dict)
     n_drafted: int = 0
     n_accepted: int = 0
-    n_steps: int = 0
 
 
 def decode(machine: Machine, texts: Sequence[Text], n_clients: int, *, drafts: bool, seed: int = 0) -> Run:
     """Each client asks for the next text as soon as it has the last one."""
-    rng, waiting, rows, run = random.Random(seed), deque(enumerate(texts)), {}, Run()
+    rng, waiting, run = random.Random(seed), deque(enumerate(texts)), Run()
+    rows: dict[int, Row] = {}
     length, chances = DraftLength(), Chances()
-    now_s = busy_until_s = 0.0
-
-    def takes(seconds: float) -> float:
-        return seconds * machine.noise(rng)
-
+    # The controller sees the one, and the result is by the other.
+    _, real = clocks = Clock(lambda: machine.noise(rng)), Clock(lambda: 1.0)
     while waiting or rows:
-        joined = False
+        joined = []
         while waiting and len(rows) < n_clients:
             number, text = waiting.popleft()
-            now_s = max(now_s, busy_until_s) + takes(machine.prefill_s)
-            rows[number] = Row(text, Lookup(text.prompt, None, chances), now_s)
-            joined = True
+            joined.append(number)
+            rows[number] = Row(text, Lookup(text.prompt, None, chances) if drafts else None, real.now_s)
         if joined:
             length.interrupted()
-        shape, each = (len(rows),), list(rows.values())
-        n_drafts = length.choose(shape, each) if drafts and not joined else 0
-        started_s = now_s
+        n_drafts = length.choose((len(rows),), list(rows.values())) if drafts and not joined else 0
         if n_drafts:
-            ready_s = max(now_s, busy_until_s)
-            stepped = [row.step_with_drafts(n_drafts) for row in each]
-            n_longest = max(n for n, _ in stepped)
-            now_s = busy_until_s = ready_s + takes(machine.pass_s(len(rows), 1 + n_longest))
-            taken = [(row, n) for row, (_, n) in zip(each, stepped, strict=True)]
-            length.ran(shape, n_longest, taken, Times(started_s, ready_s, now_s))
-            run.n_drafted += sum(n for n, _ in stepped)
-            run.n_accepted += sum(n - 1 for _, n in stepped)
+            _step_with_drafts(machine, length, clocks, list(rows.values()), n_drafts, run)
         else:
-            ready_s = busy_until_s
-            busy_until_s = max(now_s, busy_until_s) + takes(machine.pass_s(len(rows), 1))
-            now_s = max(now_s, ready_s)
-            for row in each:
-                row.step()
-            length.ran_plain(shape, each, Times(started_s, started_s, now_s))
-        run.n_steps += 1
-        now_s += takes(machine.host_s(len(rows)))
+            _step(machine, length, clocks, list(rows.values()))
+        for clock in clocks:
+            clock.work(machine.host_s(len(rows)))
         for number in [number for number, row in rows.items() if not row.left]:
-            now_s = max(now_s, busy_until_s)
-            run.of_text[number] = now_s - rows.pop(number).began_s
+            for clock in clocks:
+                clock.wait(clock.busy_until_s)
+            run.of_text[number] = real.now_s - rows.pop(number).began_s
             length.interrupted()
-    run.seconds = max(now_s, busy_until_s)
+    run.seconds = real.now_s
     return run
+
+
+def _step(machine: Machine, length: DraftLength, clocks: Sequence[Clock], rows: Sequence[Row]) -> None:
+    seen = clocks[0]
+    started_s = seen.now_s
+    for clock in clocks:
+        before_s = clock.busy_until_s
+        clock.start(machine.pass_s(len(rows), 1))
+        clock.wait(before_s)
+    for row in rows:
+        row.step()
+    length.ran_plain((len(rows),), rows, Times(started_s, started_s, seen.now_s))
+
+
+def _step_with_drafts(
+    machine: Machine, length: DraftLength, clocks: Sequence[Clock], rows: Sequence[Row], n_drafts: int, run: Run
+) -> None:
+    seen = clocks[0]
+    started_s, ready_s = seen.now_s, max(seen.now_s, seen.busy_until_s)
+    stepped = [row.step_with_drafts(n_drafts) for row in rows]
+    n_longest = max(n for n, _ in stepped)
+    for clock in clocks:
+        clock.start(machine.pass_s(len(rows), 1 + n_longest))
+        clock.wait(clock.busy_until_s)
+    taken = [(row, n) for row, (_, n) in zip(rows, stepped, strict=True)]
+    length.ran((len(rows),), n_longest, taken, Times(started_s, ready_s, seen.now_s))
+    run.n_drafted += sum(n for n, _ in stepped)
+    run.n_accepted += sum(n - 1 for _, n in stepped)

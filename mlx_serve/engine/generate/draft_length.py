@@ -19,10 +19,12 @@ Shape: TypeAlias = tuple[int, ...]
 
 # How many tokens a step may draft for each row.
 LENGTHS = (1, 3, 7, 15)
+# The most tokens of all rows in a step with drafts: the logits of each take memory. Such passes compute enough anyway.
+_MOST_TOKENS = 128
 # Drafting must promise so many times the tokens per second of a step without drafts.
 _LEAST_GAIN = 1.05
 # The same for a length whose cost is not known, if it costs no more than a shorter one.
-_WORTH_A_TRIAL = 1.4
+_WORTH_A_TRIAL = 1.2
 # What a row may lose for each step, in steps, and at any time.
 _LOSS = 0.02
 _OVERDRAFT = 2.0
@@ -81,7 +83,7 @@ class DraftLength:
         best, best_gain = 0, 0.0
         for n in LENGTHS:
             cost = self._cost(len(rows), n)
-            if cost is None:
+            if cost is None or len(rows) * (1 + n) > _MOST_TOKENS:
                 break
             least, most = cost
             gain = _gain(rows, n, least)
