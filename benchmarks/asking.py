@@ -34,12 +34,14 @@ def ask(
         raise _error(server, failure) from failure
 
 
-def ask_all(server: Server, prompts: Sequence[Messages], n_clients: int, max_tokens: int) -> tuple[list[Answer], float]:
-    """A closed loop of greedy requests: the answers in the order of their ends, and the seconds that all took.
+def ask_all(
+    server: Server, prompts: Sequence[Messages], n_clients: int, max_tokens: int, **fields: Any
+) -> tuple[list[Answer], float]:
+    """A closed loop of requests: the answers in the order of their ends, and the seconds that all took.
 
-    Raises BenchmarkError.
+    Greedy, unless ``fields`` say otherwise. Raises BenchmarkError.
     """
-    round_ = Round(_target(server, {}), lambda n_done, n_failed: None)
+    round_ = Round(_target(server, fields), lambda n_done, n_failed: None)
     round_.closed_loop([Conversation((PlannedTurn(tuple(messages), max_tokens),)) for messages in prompts], n_clients)
     if round_.interrupted:
         raise KeyboardInterrupt
