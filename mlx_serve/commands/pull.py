@@ -22,10 +22,11 @@ from mlx_serve.client.connection import one_line
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.engine.architectures import architecture_fault
 from mlx_serve.engine.model_places import HUB_FILES
+from mlx_serve.paths import is_repository
 
 # The part of a machine's memory that a GPU may use, by Apple's default: more weights than that cannot run.
 _GPU_SHARE = 0.75
-_OF_HUB = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError)
+_OF_HUB = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, OSError)
 
 
 class PullError(Exception):
@@ -59,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
 
 def pull(name: str, revision: str | None = None, *, force: bool = False) -> Path:
     """The directory of the downloaded model. Raises PullError."""
+    if not is_repository(name):
+        raise PullError(f"{name!r} is no repository of the hub: name one as OWNER/NAME")
     try:
         _check_type(name, revision)
         files = snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, dry_run=True)
@@ -72,6 +75,9 @@ def pull(name: str, revision: str | None = None, *, force: bool = False) -> Path
         # On a terminal, huggingface_hub draws its own bars.
         bars = None if sys.stderr.isatty() else progress.hub_bars(progress.logged(_log()), f"fetching {name}")
         return Path(snapshot_download(name, revision=revision, allow_patterns=HUB_FILES, tqdm_class=bars))
+    except LocalEntryNotFoundError:  # nothing came of the hub, and the cache has nothing
+        advice = "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_HUB_OFFLINE"
+        raise PullError(f"{name} is not in the cache, and {constants.ENDPOINT} cannot be reached: {advice}") from None
     except _OF_HUB as error:
         raise PullError(f"the hub says: {one_line(str(error))}") from None
 

@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     if not done.get("unloaded"):
         print(f"mlx-serve stop: {given.model} is not loaded", file=sys.stderr)
         return 1
+    print(f"{given.model} is unloaded.")
     return 0
 
 

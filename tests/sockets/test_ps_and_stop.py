@@ -22,6 +22,7 @@ def test_a_model_is_listed_unloaded_and_loaded_again(capsys):
         assert head.split() == ["NAME", "WEIGHTS", "KV", "RUNNING", "WAITING", "IDLE"]
         assert row.split()[0] == "fake"
         assert run(server, "stop", "fake") == 0
+        assert capsys.readouterr().out == "fake is unloaded.\n"
         until(lambda: server.scheduler.health().models == (), "an empty memory")
         assert run(server, "ps") == 0
         assert capsys.readouterr().out == "No model is loaded.\n"

@@ -131,6 +131,20 @@ def test_no_such_repository_is_one_line(pull):
     assert done.stderr.count("\n") == 1
 
 
+def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
+    def unreachable(*_, **__):
+        raise command.LocalEntryNotFoundError("as huggingface_hub does after its retries")
+
+    monkeypatch.setattr(command, "hf_hub_download", unreachable)
+    with pytest.raises(command.PullError, match=r"^o/m is not in the cache, and http.* cannot be reached: check"):
+        command.pull("o/m")
+
+
+def test_what_is_no_repository_is_not_asked_for():
+    with pytest.raises(command.PullError, match="OWNER/NAME"):
+        command.pull("model")
+
+
 def test_weights_beyond_what_the_gpu_may_use_need_force(monkeypatch, capsys):
     monkeypatch.setattr(command.machine, "memory_bytes", lambda: 64 * 10**9)
     command._check_memory(48 * 10**9, force=False)

@@ -110,7 +110,7 @@ class MlxTokenizer:
                 self._apply_template(list(messages), tools=list(tools) if tools else None, tokenize=False, **options)
             )
         except Exception as error:  # a template is foreign code that runs on the client's input
-            log.info("the chat template refused a request: %s", one_line(error))
+            log.debug("the chat template refused messages: %s", one_line(error))
             refusal = "The model's chat template cannot render these messages."
             if isinstance(error, TemplateError) and error.message:
                 refusal += f" It says: {one_line(error.message)}"
