@@ -61,7 +61,7 @@ def test_a_paused_job_s_cache_is_kept_as_it_is(model):
     kept = PrefixCache(10, None, bits=8)
     kept.store(as_ids([*TOKENS, 5, 6]), filled(model, [*TOKENS, 5, 6]))
     # The other one covers it, but not to the last bit.
-    kept.store(as_ids(TOKENS), filled(model), as_it_is=True)
+    kept.store(as_ids(TOKENS), filled(model), paused="owner")
     cache, n, _ = kept.fetch(as_ids([*TOKENS, 9]), "", "owner")
     assert n == 100
     assert mx.array_equal(probabilities(model, cache), probabilities(model, filled(model)))
@@ -77,7 +77,7 @@ def test_a_pause_changes_no_token(model, is_batch):
     stores = []
     cache = paused.backend._loaded.prefix_cache
     store = cache.store
-    cache.store = lambda *args, **kwargs: (stores.append(kwargs["as_it_is"]), store(*args, **kwargs))
+    cache.store = lambda *args, **kwargs: (stores.append(kwargs["paused"] is not None), store(*args, **kwargs))
     one = job(TOKENS, 12)
     paused.backend.insert(one)
     while len(paused.tokens.get(one, ())) < 4:

@@ -6,6 +6,7 @@ from queue import SimpleQueue
 import pytest
 
 from mlx_serve.engine.backend import StepPlan, is_last
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
@@ -141,6 +142,49 @@ def test_a_pause_in_the_prompt_tells_its_start_and_its_scores_once(model, make):
         # Scoring begins again each time, so it has to be left alone at last.
         pauses = [paused(backend, a_job)] * 4
         same(run(backend, a_job, lambda pauses=pauses: pauses.pop()() if pauses else [], n_tokens=8), want)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_paused_jobs_have_left_is_dropped_and_taken_over_for_no_other(bits):
+    """Samples of one prompt, and others that generate the same while they are paused."""
+    model = tiny_llama(hidden_size=128)
+    backend = BatchBackend(replace(loaded(model), prefix_cache=PrefixCache(10, None, bits=bits)), BatchOptions())
+    kept = backend._loaded.prefix_cache
+    samples = [job(40, temperature=1.0, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    twins = [job(60, temperature=1.0, seed=seed, ignore_eos=True) for seed in (1, 2)]
+    n_tokens = dict.fromkeys([*samples, *twins], 0)
+
+    def note(events):
+        for one, event in events:
+            n_tokens[one] += isinstance(event, TokenEvent)
+
+    def run_until(jobs, n):
+        while any(n_tokens[one] < n for one in jobs):
+            note(backend.run_step(StepPlan(64)))
+
+    for one in samples:
+        backend.insert(one)
+    run_until(samples, 5)
+    note(backend.pause(samples))
+    left = {one: kept._left[one].cache for one in samples}
+    # One begins beside a paused job, is taken out before it is ready, and comes back.
+    backend.insert(samples[0])
+    backend.pause(samples[:1])
+    for one in twins:
+        backend.insert(one)
+    run_until(twins, 60)
+    went_on_with = {}
+    join = backend._rows.join
+    backend._rows.join = lambda row, cache: (went_on_with.update({len(row.tokens): cache}), join(row, cache))
+    for one in samples:
+        backend.insert(one)
+        assert kept._claims[one].cache is left[one]
+        went_on_with.clear()
+        note(backend.run_step(StepPlan(64)))
+        assert all(a is b for a, b in zip(*went_on_with.values(), left[one], strict=True))
+    run_until(samples, 40)
+    assert not kept._left
+    assert not kept._places
 
 
 def test_the_token_that_was_drawn_may_be_the_last(model):

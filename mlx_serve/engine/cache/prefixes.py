@@ -114,7 +114,8 @@ class PrefixCache:
 
     What an owner has pinned is evicted last. The limit of ``max_sequences`` ignores pins: one rank alone knows the jobs
     in line, and all ranks must evict alike. What an owner has claimed is part of that job's memory: it is not evicted,
-    and neither counted in ``n_bytes`` nor in the number of caches.
+    and neither counted in ``n_bytes`` nor in the number of caches. What a paused job has left is dropped for no other
+    sequence, and nobody else takes it over.
 
     ``bits``: caches are quantized while they are kept, here and in files. A cache is stored and reused only if its
     length equals its number of tokens: any other length would silently give wrong tokens. A prompt never uses the
@@ -144,6 +145,8 @@ class PrefixCache:
         self._pins: dict[Hashable, _KeptPrefix] = {}
         # What each owner will take over. Others may still copy it.
         self._claims: dict[Hashable, _KeptPrefix] = {}
+        # What each paused owner has left. Like all that decides what is dropped, it is the same on all ranks.
+        self._left: dict[Hashable, _KeptPrefix] = {}
         self._n_added = 0
         self.n_bytes = 0
         self.n_evicted = 0
@@ -200,7 +203,7 @@ class PrefixCache:
 
         An owner gets the cache itself if it can claim it, else a copy; without an owner it is a copy.
         """
-        entry, n = self._best(self._tree.walk(ids, scope), len(ids))
+        entry, n = self._source(owner, self._tree.walk(ids, scope), len(ids))
         is_own = owner is not None and entry is not None and self._may_claim(owner, entry, ids)
         if entry is not None and is_own:
             self._drop(entry)
@@ -224,11 +227,12 @@ class PrefixCache:
         *,
         n_prompt: int | None = None,
         checkpoints: Sequence[Checkpoint] = (),
-        as_it_is: bool = False,
+        paused: Hashable = None,
     ) -> None:
         """Keep ``cache``, which holds exactly these tokens: those of a prompt (by default all), then of its answer.
 
-        ``as_it_is``: not quantized. A paused job goes on with it, and must get the very tokens that would have come.
+        ``paused``: the owner that goes on with it, and must get the very tokens that would have come. So the cache is
+        not quantized, and stays until the owner fetches it or is unpinned, if there is room.
         """
         if self._max_sequences == 0 or len(ids) < MIN_TOKENS:
             return
@@ -236,12 +240,14 @@ class PrefixCache:
         mx.eval([layer.state for layer in cache])
         if not is_whole(cache, len(ids)):
             return
-        if self._bits is not None and not as_it_is:
+        if self._bits is not None and paused is None:
             for i in range(len(cache)):
                 # Layer by layer, so that both forms of one layer alone are in memory.
                 cache[i : i + 1] = packed(cache[i : i + 1], self._bits)
                 mx.eval(cache[i].state)
-        entry = self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=as_it_is)
+        entry = self._add(ids, scope, cache, n_prompt, checkpoints, as_it_is=paused is not None)
+        if paused is not None and entry in self._entries:
+            self._left[paused] = entry
         if entry is not None and self._tier is not None:
             entry.saves = self._save(self._tier, entry)
             if entry not in self._entries:
@@ -251,11 +257,11 @@ class PrefixCache:
         """Evict the cache that ``fetch`` would use for this prompt after all others. It replaces the owner's pin."""
         known = self._places.get(owner)
         place = known if known is not None and known.ids is ids else self.place(ids, scope)
-        if place is not known:
-            self.unpin(owner)
-            self._places[owner] = place
+        if known is not None and known is not place:
+            self.leave(known)
+        self._places[owner] = place
         self._let_go(owner)
-        entry, _ = self._best(place.node.path(), len(ids))
+        entry, _ = self._source(owner, place.node.path(), len(ids))
         if entry is not None:
             self._pins[owner] = entry
 
@@ -275,15 +281,16 @@ class PrefixCache:
         It can if no other job has claimed it, and if the job leaves nothing of it that is worth a copy.
         """
         self.pin(owner, ids, scope)
-        entry, _ = self._best(self._places[owner].node.path(), len(ids))
+        entry, _ = self._source(owner, self._places[owner].node.path(), len(ids))
         if entry is not None and self._may_claim(owner, entry, ids):
             self._uncount(entry)
             self._pins = {other: pinned for other, pinned in self._pins.items() if pinned is not entry}
             self._claims[owner] = entry
 
     def unpin(self, owner: Hashable) -> None:
-        """Give up the owner's pin or claim, if it has one."""
+        """Give up the owner's pin or claim, if it has one, and what it has left."""
         self._let_go(owner)
+        self._left.pop(owner, None)
         if (place := self._places.pop(owner, None)) is not None:
             self.leave(place)
 
@@ -291,6 +298,7 @@ class PrefixCache:
         """Give up all places, pins and claims: the jobs are gone, and their backend."""
         for owner in list(self._places):
             self.unpin(owner)
+        self._left.clear()
         self._tree = PrefixTree()
         for entry in self._entries:
             self._put_into_tree(entry)
@@ -332,15 +340,21 @@ class PrefixCache:
         best = best_member(path, n_tokens - 1)
         return best if best is not None and best[1] >= MIN_TOKENS else (None, 0)
 
+    def _source(self, owner: Hashable, path: Path[_KeptPrefix], n_tokens: int) -> tuple[_KeptPrefix | None, int]:
+        """What an owner's prompt goes on with: what it has left itself, unless another one covers more."""
+        best, n = self._best(path, n_tokens)
+        left = self._left.get(owner)
+        return (left, len(left.ids)) if left is not None and len(left.ids) >= n else (best, n)
+
     def _let_go(self, owner: Hashable) -> None:
         self._pins.pop(owner, None)
         if (entry := self._claims.pop(owner, None)) is not None:
             self._keep(entry)
 
     def _may_claim(self, owner: Hashable, entry: _KeptPrefix, ids: Ids) -> bool:
-        others = (claimed for other, claimed in self._claims.items() if other != owner)
+        held = (one for owners in (self._claims, self._left) for other, one in owners.items() if other != owner)
         n_common = min(common(entry.ids, ids), len(ids) - 1)
-        return entry not in others and entry.is_replaced_by(ids, n_common)
+        return entry not in held and entry.is_replaced_by(ids, n_common)
 
     def _add(
         self,
@@ -365,8 +379,9 @@ class PrefixCache:
         self._put_into_tree(entry)
         self.version += 1
         for other, n in others.items():
-            # What a job has claimed takes no memory of its own.
-            if n >= MIN_TOKENS and other in self._entries and _makes_useless(entry, other, n):
+            # What a job has claimed takes no memory of its own, and a paused job needs all that it has left.
+            is_free = other in self._entries and other not in self._left.values()
+            if n >= MIN_TOKENS and is_free and _makes_useless(entry, other, n):
                 self._pins.update({owner: entry for owner, pinned in self._pins.items() if pinned is other})
                 self._drop(other)
         self._keep(entry)
@@ -420,7 +435,7 @@ class PrefixCache:
     def _remove(self, entry: _KeptPrefix) -> None:
         if entry in self._entries:
             self._uncount(entry)
-        for owners in (self._pins, self._claims):
+        for owners in (self._pins, self._claims, self._left):
             for owner in [owner for owner, held in owners.items() if held is entry]:
                 del owners[owner]
         entry.node.remove(entry)

@@ -124,12 +124,12 @@ class BatchBackend(LoadedBackend):
         sequence = self._paused.pop(job, None)
         if sequence is None:
             sequence = RunningSequence(make_choice(job, self._loaded), self.ids_of(job))
-        else:
-            self.let_go(job)
         if job.sampling.prompt_logprobs is not None and not sequence.has_started:
+            self.let_go(job)
             self._scoring.append(Scoring(sequence.choice, self._loaded.model))
         else:
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
+            self._in_line.pop(job, None)
             self._place(sequence)
             sequence.loading = self._load(sequence)
             self._prompts.append(sequence)
@@ -174,7 +174,7 @@ class BatchBackend(LoadedBackend):
             for sequence in [sequence for sequence in waiting if sequence.choice.job in jobs]:
                 waiting.remove(sequence)
                 cache = sequence.cache
-                self._leave(sequence)
+                self._leave(sequence, is_pause=is_pause)
                 if cache is not None:
                     self._store(sequence, sequence.ids[: sequence.n_done], cache, is_pause=is_pause)
                 if sequence.loading is not None:
@@ -425,7 +425,7 @@ class BatchBackend(LoadedBackend):
     def _end(self, row: Row, *, is_pause: bool = False) -> int:
         """Take a sequence out of the batch, and keep its cache as a prefix. Returns the token that it drew last."""
         sequence = self._decoding.pop(row)
-        self._leave(sequence)
+        self._leave(sequence, is_pause=is_pause)
         cache, drawn = self._rows.leave(row)
         self._store(sequence, as_ids(row.tokens), cache, is_pause=is_pause)
         return drawn
@@ -484,10 +484,11 @@ class BatchBackend(LoadedBackend):
     def _place(self, sequence: RunningSequence) -> None:
         sequence.place = self._loaded.prefix_cache.place(sequence.ids, sequence.scope)
 
-    def _leave(self, sequence: RunningSequence) -> None:
+    def _leave(self, sequence: RunningSequence, *, is_pause: bool = False) -> None:
         """A sequence leaves the batch. Waiting prompts may keep a reference to it until their next look-up."""
         sequence.cache = None
-        self._loaded.prefix_cache.unpin(sequence.choice.job)
+        if not is_pause:
+            self._loaded.prefix_cache.unpin(sequence.choice.job)
         assert sequence.place is not None
         self._loaded.prefix_cache.leave(sequence.place)
 
@@ -499,7 +500,7 @@ class BatchBackend(LoadedBackend):
             sequence.scope,
             n_prompt=min(len(sequence.choice.job.prompt.tokens), len(ids)),
             checkpoints=sequence.trail.kept,
-            as_it_is=is_pause,
+            paused=sequence.choice.job if is_pause else None,
         )
 
 

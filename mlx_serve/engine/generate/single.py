@@ -104,7 +104,7 @@ class SingleBackend(LoadedBackend):
                     running.choice.job.scope,
                     n_prompt=len(running.choice.job.prompt.tokens),
                     checkpoints=running.trail.kept,
-                    as_it_is=is_pause,
+                    paused=running.choice.job if is_pause else None,
                 )
 
     def pause(self, jobs: Collection[Job]) -> Sequence[tuple[Job, Event]]:
