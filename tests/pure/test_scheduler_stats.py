@@ -2,10 +2,12 @@
 
 from queue import SimpleQueue
 
+import pytest
+
 from mlx_serve.engine.memory import MemoryUse
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.testing import FakeBackend, FakeModels
-from mlx_serve.values import EngineStats, Job, ModelStats, Prompt, Sampling
+from mlx_serve.values import ApiError, EngineStats, Job, ModelStats, Prompt, Sampling
 
 
 class Kept(FakeBackend):
@@ -70,6 +72,29 @@ def test_evictions_never_go_down():
     stats = scheduler.stats()
     assert [model.name for model in stats.models] == ["b"]
     assert stats.evictions == 6
+
+
+@pytest.mark.parametrize("loads_another", [False, True])
+def test_counts_go_on_after_a_step_that_failed(loads_another):
+    """The new backend has the prefixes of the one that failed, unless the model had to be unloaded."""
+    scheduler = scheduler_of()
+    scheduler.load("a")
+    scheduler.submit([job("a")])
+    scheduler.step()
+    backend = scheduler._slots["a"].backend
+    backend.n_drafted = 9
+    backend.step = None
+    if loads_another:
+        scheduler.submit([job("b")])
+    with pytest.raises(TypeError):
+        scheduler.step()
+    assert scheduler.recover(ApiError(500, "step"))
+    scheduler.step()
+    scheduler.step()
+    # Each backend that is made counts 3, 5 and 4 at once.
+    stats = scheduler.stats()
+    assert (stats.drafted, stats.accepted) == (9 + 5, 4 + 4)
+    assert stats.evictions == (3 + 3 if loads_another else 3)
 
 
 def test_the_memory_is_told_as_soon_as_a_model_is_loaded():

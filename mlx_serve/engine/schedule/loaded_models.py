@@ -65,6 +65,8 @@ class LoadedModels:
         self.served = False
         # The counts of models that are no longer in memory: evictions, drafted and accepted tokens.
         self._before = (0, 0, 0)
+        # The evictions that a model's new backend will count again: its prefixes are those of the one that failed.
+        self._n_known: dict[str, int] = {}
         # How often a job was paused.
         self.n_preemptions = 0
 
@@ -102,12 +104,15 @@ class LoadedModels:
         except StopIteration as opened:
             with self._lock:
                 self.slots[name] = Slot(opened.value, self._new_costs(), self._clock())
+                self._before = _sums([self._before, (-self._n_known.pop(name, 0), 0, 0)])
                 self.opening = None
                 self.served = True
 
-    def make_anew(self, name: str) -> None:
+    def make_anew(self, name: str, failed: Slot) -> None:
         """Make a new backend for weights that are still in memory."""
+        self._before = _sums([self._before, _counts(failed)])
         if self.opening is None:
+            self._n_known[name] = failed.backend.n_evicted
             self.opening = (name, self._models.open(name))
         else:
             self._models.unload(name)

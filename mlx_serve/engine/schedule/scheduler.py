@@ -284,7 +284,7 @@ class Scheduler:
             self._fail([*slot.running, *slot.paused], error)
             # The error may be a lack of memory.
             slot.backend.shrink_cache(0)
-            self._loaded.make_anew(name)
+            self._loaded.make_anew(name, slot)
         elif self._loaded.opening is not None:
             (name, _), self._loaded.opening = self._loaded.opening, None
             self._fail(self._take(lambda other: other.model == name), error)
