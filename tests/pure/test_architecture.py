@@ -53,7 +53,7 @@ ORDER = {
     "commands": "terminal model_list models ps stop chat bench doctor service selftest pull completion",
     "commands/bench": "arrivals workload dataset ceiling offline stats load options report probe progress plot command",
     "commands/doctor": "finding checks files crashes command",
-    "commands/selftest": "server checks command",
+    "commands/selftest": "sizes server checks run command",
     "commands/service": "files command",
     "demo": "gguf model",
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"

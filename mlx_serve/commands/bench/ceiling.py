@@ -42,6 +42,18 @@ class Offline:
         return self.output_tokens / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A greedy answer. For each token where its text starts, in characters, and by how much the model preferred it.
+
+    ``margins``: the log-probability of the token minus that of the next best one.
+    """
+
+    text: str
+    starts: list[int]
+    margins: list[float]
+
+
 class Ceiling:
     """The child process. It runs one batch after the other."""
 
@@ -71,10 +83,10 @@ class Ceiling:
         }
         return Offline(**self._ask(task))
 
-    def texts(self, prompts: Sequence[str], max_tokens: Sequence[int]) -> list[str]:
+    def texts(self, prompts: Sequence[str], max_tokens: Sequence[int]) -> list[Continuation]:
         """The greedy continuation of each prompt, generated alone. Raises CeilingError."""
-        found: list[str] = self._ask({"kind": "texts", "prompts": list(prompts), "max_tokens": list(max_tokens)})
-        return found
+        found = self._ask({"kind": "texts", "prompts": list(prompts), "max_tokens": list(max_tokens)})
+        return [Continuation(**each) for each in found]
 
     def _ask(self, task: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None

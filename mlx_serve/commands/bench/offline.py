@@ -18,7 +18,8 @@ from typing import Any
 from mlx_serve import blas
 from mlx_serve.demo.model import ensure_demo_model
 
-_WARM_UP_TOKENS = 8
+# Of each prompt, and of each answer: enough for every kernel to be compiled.
+_WARM_UP_INPUT, _WARM_UP_OUTPUT = 8, 2
 
 
 def main() -> None:
@@ -37,15 +38,27 @@ def main() -> None:
             print(json.dumps(answer(model, tokenizer, task)), file=replies, flush=True)
 
 
-def texts(model: Any, tokenizer: Any, task: dict[str, Any]) -> list[str]:
-    """The greedy continuation of each prompt, generated alone. Without control tokens, which no server sends."""
+def texts(model: Any, tokenizer: Any, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """The greedy continuation of each prompt, generated alone: the fields of ``ceiling.Continuation`` for each."""
+    return [
+        continuation(model, tokenizer, prompt, limit)
+        for prompt, limit in zip(task["prompts"], task["max_tokens"], strict=True)
+    ]
+
+
+def continuation(model: Any, tokenizer: Any, prompt: str, limit: int) -> dict[str, Any]:
+    """One of them. Its text has no control tokens, which no server sends."""
+    import mlx.core as mx
     from mlx_lm import stream_generate
 
-    found = []
-    for prompt, limit in zip(task["prompts"], task["max_tokens"], strict=True):
-        ids = [response.token for response in stream_generate(model, tokenizer, prompt, max_tokens=limit)]
-        found.append(tokenizer.decode(ids, skip_special_tokens=True))
-    return found
+    ids: list[int] = []
+    starts, margins = [], []
+    for response in stream_generate(model, tokenizer, prompt, max_tokens=limit):
+        second, first = mx.sort(mx.topk(response.logprobs, 2)).astype(mx.float32)
+        starts.append(len(tokenizer.decode(ids, skip_special_tokens=True)))
+        margins.append((first - second).item())
+        ids.append(response.token)
+    return {"text": tokenizer.decode(ids, skip_special_tokens=True), "starts": starts, "margins": margins}
 
 
 def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
@@ -58,8 +71,8 @@ def run(model: Any, tokenizer: Any, task: dict[str, Any]) -> dict[str, float]:
         if task["ignore_eos"]:
             tokenizer.eos_token_ids = []
         if task["warm_up"]:  # kernels are compiled for each batch size
-            first = [prompt[:_WARM_UP_TOKENS] for prompt in prompts[: task["batch_size"]]]
-            generate(model, tokenizer, first, [_WARM_UP_TOKENS] * len(first), task["batch_size"])
+            first = [prompt[:_WARM_UP_INPUT] for prompt in prompts[: task["batch_size"]]]
+            generate(model, tokenizer, first, [_WARM_UP_OUTPUT] * len(first), task["batch_size"])
         start = time.perf_counter()
         counts = generate(model, tokenizer, prompts, limits, task["batch_size"])
         seconds = time.perf_counter() - start

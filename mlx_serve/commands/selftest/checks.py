@@ -1,8 +1,8 @@
 """What is tested, each check a function that asks the running server and says what it found. Starts no process.
 
-Greedy answers are compared with mlx-lm's own. In a batch their numbers differ in the last bits, since a matrix product
-of another shape adds in another order; where two tokens are nearly equally likely, the text may then part. So answers
-in a batch must agree for most of their length, and answers alone to the end.
+Greedy answers are compared with mlx-lm's own. Their numbers may differ in the last bits, since a matrix product of
+another shape adds in another order; where two tokens are nearly equally likely, an answer may then part from the other
+one. So an answer is right if it is equal, or parts at such a place; and answers must agree for most of their length.
 """
 
 from __future__ import annotations
@@ -13,25 +13,33 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from mlx_serve.client.answer import Answer
-from mlx_serve.client.connection import Client
+from mlx_serve.client.connection import Client, Connections
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place
+from mlx_serve.commands.bench.ceiling import Continuation
 from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.bench.stats import percentile
 from mlx_serve.commands.terminal import bytes_text
+from mlx_serve.supervise import report
 
-_BATCH = 8
-# Of an answer in a batch, on average over the answers.
+TOGETHER = 8
+# In log-probability, how much mlx-lm may prefer its own token where an answer parts. In bfloat16, logits of 16 to 32
+# are 1/8 apart, and a few roundings come together.
+_NEAR_TIE = 0.5
+# The part of the answers, on average, before they part.
 _LEAST_AGREEMENT = 0.5
+_STREAMS = 4
 # Beside a long prompt a stream may pause so long, or for so many of its usual gaps where that is more.
 _MOST_PAUSE_S, _MOST_GAPS = 1.0, 10
+# The tokens of a slice of a prompt on a slow machine, which a pause may be long for too.
+_SLICE_TOKENS = 128
 # A first peak over the memory's bound that is still good.
 _MOST_PEAK = 1.05
 _RESTART_S = 300.0
@@ -46,6 +54,7 @@ class CheckResult:
     found: str
     passed: bool | None
     figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +63,14 @@ class AskedText:
 
     prompt: str
     max_tokens: int
-    wanted: str
+    wanted: Continuation
 
 
 def alone(target: LoadTarget, asked: Sequence[AskedText]) -> CheckResult:
     """Each prompt by itself."""
     with Client(target.server) as client:
-        texts = [_ask(client, target, each).text for each in asked]
-    n_equal = sum(_agreement(text, each.wanted) == 1 for text, each in zip(texts, asked, strict=True))
-    found = f"{n_equal} of {len(asked)} as mlx-lm's"
-    return CheckResult(
-        "greedy answers, one at a time", found, n_equal == len(asked), {"equal": n_equal, "of": len(asked)}
-    )
+        texts = [_text(client, target, each) for each in asked]
+    return _compared("greedy answers, one at a time", texts, asked)
 
 
 def together(target: LoadTarget, asked: Sequence[AskedText]) -> CheckResult:
@@ -73,35 +78,65 @@ def together(target: LoadTarget, asked: Sequence[AskedText]) -> CheckResult:
 
     def one(each: AskedText) -> str:
         with Client(target.server) as client:
-            return _ask(client, target, each).text
+            return _text(client, target, each)
 
-    with ThreadPoolExecutor(_BATCH) as threads:
+    with ThreadPoolExecutor(TOGETHER) as threads:
         texts = list(threads.map(one, asked))
-    agreed = [_agreement(text, each.wanted) for text, each in zip(texts, asked, strict=True)]
-    n_equal, share = sum(part == 1 for part in agreed), sum(agreed) / len(agreed)
-    found = f"{n_equal} of {len(asked)} as mlx-lm's, {share:.0%} of the text"
-    figures = {"equal": n_equal, "of": len(asked), "agreement": round(share, 3)}
-    return CheckResult(f"greedy answers, {_BATCH} at a time", found, share >= _LEAST_AGREEMENT, figures)
+    return _compared(f"greedy answers, {TOGETHER} at a time", texts, asked)
 
 
-def _agreement(text: str, wanted: str) -> float:
-    """The share of a text before it parts from the other one.
+def _compared(name: str, texts: Sequence[str], asked: Sequence[AskedText]) -> CheckResult:
+    parted = [part for text, each in zip(texts, asked, strict=True) if (part := parting(text, each.wanted)) is not None]
+    n_equal, n_ties = len(asked) - len(parted), sum(part.is_tie for part in parted)
+    share = (n_equal + sum(part.share for part in parted)) / len(asked)
+    found = f"{n_equal} of {len(asked)} as mlx-lm's"
+    if n_ties:
+        found += f", {n_ties} until two tokens were nearly equally likely"
+    if n_wrong := len(parted) - n_ties:
+        found += f", {n_wrong} with other tokens"
+    found += f"; {share:.0%} of the text" if parted else ""
+    figures = {
+        "equal": n_equal,
+        "ties": n_ties,
+        "of": len(asked),
+        "agreement": round(share, 3),
+        "margins": [round(part.margin, 3) for part in parted],
+    }
+    return CheckResult(name, found, not n_wrong and share >= _LEAST_AGREEMENT, figures)
 
-    Blanks around them do not count, nor does a character that the last token has only begun.
-    """
-    text, wanted = (each.rstrip("\ufffd").strip() for each in (text, wanted))
-    if text == wanted:
-        return 1.0
-    n = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=False)) if a != b), min(len(text), len(wanted)))
-    return n / max(len(text), len(wanted))
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where an answer parts from mlx-lm's: after which share of it, and by how much mlx-lm preferred its own token."""
+
+    share: float
+    margin: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin <= _NEAR_TIE
+
+
+def parting(text: str, wanted: Continuation) -> Parting | None:
+    """None if a text is the wanted one. Blanks around them do not count, nor does a character that is only begun."""
+    text, whole = (each.rstrip("\ufffd").strip() for each in (text, wanted.text))
+    if text == whole:
+        return None
+    pairs = enumerate(zip(text, whole, strict=False))
+    n_same = next((i for i, (a, b) in pairs if a != b), min(len(text), len(whole)))
+    at = n_same + len(wanted.text) - len(wanted.text.lstrip())
+    # The other token may have begun with the same characters as the one before.
+    last = max((i for i, start in enumerate(wanted.starts) if start <= at), default=0)
+    return Parting(n_same / max(len(text), len(whole)), min(wanted.margins[max(0, last - 1) : last + 1], default=0.0))
 
 
 def bodies(target: LoadTarget, asked: AskedText) -> CheckResult:
     """The same request with a Content-Length and in chunks gets the same answer."""
     body = json.dumps({"model": target.model, "prompt": asked.prompt, "max_tokens": 8, "temperature": 0}).encode()
     plain, chunked = (_posted(target.server, sent) for sent in (body, _in_pieces(body)))
-    is_same = plain == chunked
-    return CheckResult("plain and chunked bodies", "the same answer" if is_same else f"{plain!r}, {chunked!r}", is_same)
+    statuses = {status for status, _ in (plain, chunked)}
+    is_good = plain == chunked and statuses == {http.client.OK}
+    return CheckResult("plain and chunked bodies", "the same answer" if is_good else f"{plain}, {chunked}", is_good)
 
 
 def _in_pieces(body: bytes) -> Iterator[bytes]:
@@ -109,8 +144,8 @@ def _in_pieces(body: bytes) -> Iterator[bytes]:
         yield body[start : start + 7]
 
 
-def _posted(where: Place, body: bytes | Iterator[bytes]) -> str:
-    """The text of an answer, or the status and the error. Bytes get a Content-Length, an iterator goes in chunks."""
+def _posted(where: Place, body: bytes | Iterator[bytes]) -> tuple[int, str]:
+    """The status, and the text or the error. Bytes get a Content-Length, an iterator goes in chunks."""
     connection = where.connection()
     try:
         is_chunked = not isinstance(body, bytes)
@@ -118,37 +153,75 @@ def _posted(where: Place, body: bytes | Iterator[bytes]) -> str:
         connection.request("POST", path, body, where.headers(), encode_chunked=is_chunked)
         response = connection.getresponse()
         answer = json.loads(response.read())
-        return str(answer["choices"][0]["text"]) if response.status == http.client.OK else f"{response.status} {answer}"
+        is_good = response.status == http.client.OK
+        return response.status, str(answer["choices"][0]["text"] if is_good else answer)
+    except (OSError, http.client.HTTPException) as error:
+        return 0, str(error)
     finally:
         connection.close()
 
 
-def beside_a_long_prompt(target: LoadTarget, stream: AskedText, long: AskedText) -> CheckResult:
-    """The pauses of streams while a long prompt is read."""
-    joined = threading.Event()
-    gaps: list[float] = []
+def beside_a_long_prompt(target: LoadTarget, prompt: str, n_stream: int, long: str, prompt_rate: float) -> CheckResult:
+    """The pauses of streams while a long prompt is read. They end with it, or after ``n_stream`` tokens.
 
-    def heard(_: float) -> None:
-        joined.set()
+    ``prompt_rate``: the machine's, in tokens per second.
+    """
+    heard: list[list[float]] = [[] for _ in range(_STREAMS)]
+    begun = [threading.Event() for _ in heard]
+    ending = Connections()
+    # An answer must not end before, nor go on with control tokens, which are no text.
+    lasting = replace(target, fields={**target.fields, "min_tokens": n_stream})
 
-    def one(_: int) -> Answer:
-        with Client(target.server) as client:
-            return _ask(client, target, stream, heard)
+    def one(times: list[float], has_begun: threading.Event) -> None:
+        def note(now: float) -> None:
+            times.append(now)
+            has_begun.set()
 
-    with ThreadPoolExecutor(_BATCH) as threads:
-        streams = [threads.submit(one, n) for n in range(_BATCH // 2)]
-        joined.wait(target.server.timeout_s)
-        with Client(target.server) as client:
-            first = _ask(client, target, long)
-        for each in streams:
-            gaps += each.result().gaps_s
-    usual_s, p99 = (percentile(sorted(gaps), percent) if gaps else 0.0 for percent in (50, 99))
-    found = (
-        f"{first.prompt_tokens} tokens, {len(streams)} streams: p99 gap {p99:.2f} s (p50 {usual_s:.2f}), first token"
-    )
-    figures = {"prompt_tokens": first.prompt_tokens, "p50_gap_s": usual_s, "p99_gap_s": p99, "ttft_s": first.ttft_s}
-    is_good = p99 <= max(_MOST_PAUSE_S, _MOST_GAPS * usual_s)
-    return CheckResult("a long prompt beside streams", f"{found} {first.ttft_s or 0:.1f} s", is_good, figures)
+        try:
+            with Client(target.server, ending) as client:
+                client.ask(target.path, lasting.body(prompt, n_stream), heard=note)
+        except Failure:
+            if not ending.ended:
+                raise
+        finally:
+            has_begun.set()
+
+    with ThreadPoolExecutor(_STREAMS) as threads:
+        streams = [threads.submit(one, *each) for each in zip(heard, begun, strict=True)]
+        try:
+            for each in begun:
+                each.wait()
+            began = time.perf_counter()
+            with Client(target.server) as client:
+                first = client.ask(target.path, target.body(long, 1))
+            ended = time.perf_counter()
+        finally:
+            ending.end_all()
+        for stream in streams:
+            stream.result()
+    gaps = sorted(gap for times in heard for gap in _gaps_between(times, began, ended))
+    if not gaps:
+        return CheckResult(_LONG_NAME, f"{first.prompt_tokens} tokens: every stream stood still", passed=False)
+    usual_s, p99 = (percentile(gaps, percent) for percent in (50, 99))
+    found = f"{first.prompt_tokens} tokens, {_STREAMS} streams: p99 gap {p99:.2f} s (p50 {usual_s:.2f})"
+    figures = {
+        "prompt_tokens": first.prompt_tokens,
+        "gaps": len(gaps),
+        "p50_gap_s": usual_s,
+        "p99_gap_s": p99,
+        "ttft_s": first.ttft_s,
+    }
+    most_s = max(_MOST_PAUSE_S, _MOST_GAPS * usual_s, _SLICE_TOKENS / prompt_rate)
+    return CheckResult(_LONG_NAME, f"{found}, first token {first.e2e_s:.1f} s", p99 <= most_s, figures)
+
+
+_LONG_NAME = "a long prompt beside streams"
+
+
+def _gaps_between(times: Sequence[float], began: float, ended: float) -> list[float]:
+    """The gaps of a stream that touch the time between; the last one may still last at its end."""
+    found = [late - early for early, late in pairwise(times) if late > began and early < ended]
+    return found if not times or times[-1] >= ended else [*found, ended - times[-1]]
 
 
 def memory(target: LoadTarget) -> CheckResult:
@@ -162,30 +235,38 @@ def memory(target: LoadTarget) -> CheckResult:
     return CheckResult("memory", found, peak <= _MOST_PEAK * bound, use)
 
 
-def after_a_crash(target: LoadTarget, asked: AskedText, child: int | None) -> CheckResult:
-    """The server's process is killed: the port stays, and the next answer is the same as before."""
+def after_a_crash(target: LoadTarget, asked: AskedText, child: int | None, reports: Path) -> CheckResult:
+    """The server's process is killed: the port stays, the next answer is right, and there is a report.
+
+    ``reports``: the folder where it should be.
+    """
     name = "a killed process"
     if child is None:
         return CheckResult(name, "the server runs without --supervise", None)
     os.kill(child, signal.SIGKILL)
-    began, n_refused = time.monotonic(), 0
+    began, n_failed = time.monotonic(), 0
     while time.monotonic() - began < _RESTART_S:
-        with suppress(Failure), Client(target.server) as client:
-            text = _ask(client, target, asked).text
-            seconds = time.monotonic() - began
-            is_same = _agreement(text, asked.wanted) == 1
-            return CheckResult(
-                name,
-                f"answered again after {seconds:.1f} s{'' if is_same else ', with another text'}",
-                is_same,
-                {"seconds": round(seconds, 2), "failed_requests": n_refused},
-            )
-        n_refused += 1
-        time.sleep(_POLL_S)
-    return CheckResult(name, f"no answer within {_RESTART_S:.0f} s", False)
+        try:
+            with Client(target.server) as client:
+                text = _text(client, target, asked)
+        except Failure as failure:
+            if isinstance(failure.__cause__, ConnectionRefusedError):
+                return CheckResult(name, "the port was closed", passed=False)
+            n_failed += 1
+            time.sleep(_POLL_S)
+            continue
+        seconds = time.monotonic() - began
+        part = parting(text, asked.wanted)
+        faults = ["with another text"] if part is not None and not part.is_tie else []
+        faults += [] if report.deaths([reports]) else ["without a report"]
+        return CheckResult(
+            name,
+            ", ".join([f"answered again after {seconds:.1f} s", *faults]),
+            not faults,
+            {"seconds": round(seconds, 2), "failed_requests": n_failed},
+        )
+    return CheckResult(name, f"no answer within {_RESTART_S:.0f} s", passed=False)
 
 
-def _ask(
-    client: Client, target: LoadTarget, asked: AskedText, heard: Callable[[float], None] = lambda _: None
-) -> Answer:
-    return client.ask(target.path, target.body(asked.prompt, asked.max_tokens), heard=heard)
+def _text(client: Client, target: LoadTarget, asked: AskedText) -> str:
+    return client.ask(target.path, target.body(asked.prompt, asked.max_tokens)).text
