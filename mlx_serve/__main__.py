@@ -9,6 +9,7 @@ from typing import NoReturn
 def run() -> NoReturn:
     """Until all is imported there is nothing to tidy up: Ctrl-C ends the process at once, without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _open_standard_descriptors()
     from mlx_serve.commands import COMMANDS, server_flags
     from mlx_serve.supervise import child, start
 
@@ -24,6 +25,15 @@ def run() -> NoReturn:
     from mlx_serve import cli
 
     cli.run(supervisor)
+
+
+def _open_standard_descriptors() -> None:
+    """One that was closed when this process was started would be given to a socket, and what goes to stderr with it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
 
 
 if __name__ == "__main__":

@@ -63,6 +63,9 @@ class Supervisor:
         self._link = link
         self._lock = Lock()
         self._unsent = b""
+        # What holds now: its states, and the requests that run. Told again after messages were dropped.
+        self._holds: dict[tuple[str, str], bytes] = {}
+        self._is_behind = False
         self._engine: Engine | None = None
 
     def start(self) -> None:
@@ -73,11 +76,11 @@ class Supervisor:
     def serving(self, engine: Engine) -> None:
         """Connections are accepted now."""
         self._engine = engine
-        self._send(encode("serving"))
+        self._send(encode("serving"), begins=("state", "serving"))
 
     def ready(self) -> None:
         """The first model is loaded."""
-        self._send(encode("ready"))
+        self._send(encode("ready"), begins=("state", "ready"))
 
     def logged(self, line: str) -> None:
         """A line of the log, for the report of a death."""
@@ -95,17 +98,26 @@ class Supervisor:
                 max_tokens=sum(job.sampling.max_tokens for job in jobs),
                 sequences=len(jobs),
                 fingerprint=_fingerprint(texts),
-            )
+            ),
+            begins=("request", trace.request_id),
         )
 
     def left(self, trace: Trace) -> None:
         """A request has ended."""
-        self._send(encode("end", id=trace.request_id))
+        self._send(encode("end", id=trace.request_id), ends=("request", trace.request_id))
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, message: bytes, begins: tuple[str, str] | None = None, ends: tuple[str, str] | None = None) -> None:
         with self._lock:
+            if begins is not None:
+                self._holds[begins] = message
+            if ends is not None:
+                self._holds.pop(ends, None)
             if len(self._unsent) + len(message) > _MAX_UNSENT_BYTES:
+                self._is_behind = True
                 return
+            if self._is_behind and not self._unsent:
+                self._is_behind = False
+                message = encode("again") + b"".join(self._holds.values())
             self._unsent += message
             # A parent that is gone ends this process elsewhere; one that does not read must not make it wait.
             with suppress(OSError):

@@ -7,6 +7,7 @@
     begin   id, (sizes), fingerprint     a request was queued
     end     id                           it ended
     log     line                         a line of the log
+    again                                messages were lost; what holds now follows, and other requests have ended
 
 Kinds that a parent does not know are ignored: after an upgrade in place, the two may be of different versions.
 """

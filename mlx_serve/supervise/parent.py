@@ -22,7 +22,7 @@ from typing import NoReturn
 from mlx_serve import logs, signals
 from mlx_serve.settings import http
 from mlx_serve.settings.config import Config
-from mlx_serve.supervise import report, systemd
+from mlx_serve.supervise import report, start, systemd
 from mlx_serve.supervise.doorway import Doorway
 from mlx_serve.supervise.policy import Restarts, Suspects, hang
 from mlx_serve.supervise.process import ServerProcess, own_command
@@ -37,6 +37,8 @@ _LOOK_S = 1.0
 _REAP_S = 0.02
 # After SIGABRT a process that hangs may write its stacks for so long; one that is ending may take so long.
 _LAST_WORDS_S = 5.0
+# A process that was told to end may end by these.
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What it wrote before its end is read in so many pieces: more than the system keeps.
 _LAST_READS = 16
 
@@ -116,7 +118,12 @@ class Parent:
     # The process.
 
     def _start(self, now: float) -> None:
-        process = ServerProcess(self._command, self._listening.sock, now, 2 * _LOOK_S, self._environ)
+        try:
+            process = ServerProcess(self._command, self._listening.sock, now, 2 * _LOOK_S, self._environ)
+        except OSError as error:
+            log.warning("cannot start a server process: %s", error)
+            self._start_later(self._restarts.pause_s(0.0), now)
+            return
         self._process, self._ending, self._hang, self._kill_at = process, False, "", None
         self._selector.register(process.link, selectors.EVENT_READ, partial(self._on_message, process))
         self._selector.register(process.stray, selectors.EVENT_READ, partial(self._on_stray, process))
@@ -146,7 +153,8 @@ class Parent:
             self._on_death(process, code, now)
             return
         told, timeout_s = process.told, self._settings.hang_timeout
-        why = hang(told.overdue_s, told.work, process.silence.pass_to(now), timeout_s)
+        silent_s = process.silence.pass_to(now)
+        why = hang(told.overdue_s, told.work, silent_s, timeout_s, is_ending=self._stopping)
         if self._kill_at is not None:
             if now >= self._kill_at:
                 process.signal(signal.SIGKILL)
@@ -167,23 +175,27 @@ class Parent:
         if self._stopping or (code >= 0 and not self._has_served):
             # As without a parent: a server that could not start, or was told to end, has its own exit status.
             self._status = code
+            if code < 0 and -code not in _ENDING_SIGNALS:
+                self._tell_of_death(process, code)
             return
         self._down_since = now
-        self._after_death(process, code, now)
+        self._tell_of_death(process, code)
+        ready_at = process.told.ready_at
+        self._start_later(self._restarts.pause_s(0.0 if ready_at is None else now - ready_at), now)
 
-    def _after_death(self, process: ServerProcess, code: int, now: float) -> None:
-        told = process.told
-        suspects = self._suspects.at_death(told.requests.values())
-        pause_s = self._restarts.pause_s(0.0 if told.ready_at is None else now - told.ready_at)
+    def _tell_of_death(self, process: ServerProcess, code: int) -> None:
+        suspects = self._suspects.at_death(process.told.requests.values())
         log.error("the server process %d died: %s", process.pid, ended(code))
         for request in suspects:
             log.error("this request was running at the death before, too: %s", request)
         self._write_report(process, code, [str(request) for request in suspects])
+
+    def _start_later(self, pause_s: float | None, now: float) -> None:
         if pause_s is None:
             log.critical("it died %d times within a minute of its start: giving up", self._restarts.n_quick)
             self._status = 1
-            return
-        self._start_at = now + pause_s
+        else:
+            self._start_at = now + pause_s
 
     def _write_report(self, process: ServerProcess, code: int, suspects: list[str]) -> None:
         told, at = process.told, time.time()
@@ -203,10 +215,11 @@ class Parent:
             "stray": list(told.stray),
             "log": list(told.log),
         }
+        folder = report.folder(self._environ)
         try:
-            path = report.write(report.folder(self._environ), facts)
+            path = report.write(folder, facts)
         except OSError as error:
-            log.warning("cannot write a report of the death to %s: %s", error.filename, error.strerror)
+            log.warning("cannot write a report of the death to %s: %s", folder, error.strerror)
         else:
             log.error("what is known of its death is in %s", path)
 
@@ -262,12 +275,13 @@ def run(settings: Config) -> NoReturn:
     """Be the parent of a server with these settings, and end as it ends."""
     logs.configure(settings.log_level, "json" if settings.log_format == "json" else "text")
     try:
+        start.check_alone(os.environ)
         status = Parent(settings, http.listen(http.options(settings)), own_command()).run()
     except StartError as error:
         logs.say(f"mlx-serve: {error}")
         status = 1
     logging.shutdown()
-    if status < 0 and -status in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if -status in (*_ENDING_SIGNALS, signal.SIGHUP):
         # A server that a signal ends while it starts is ended by the signal, and so is its parent.
         signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

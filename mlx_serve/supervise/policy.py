@@ -14,6 +14,8 @@ MOST_QUICK = 3
 _LONGEST_PAUSE_S = 30.0
 # A busy process may miss a few beats.
 _LEAST_SILENT_S = 5.0
+# A process that was told to end is given up on sooner: launchd and systemd wait for little more than its requests.
+_MOST_SILENT_ENDING_S = 10.0
 
 
 class Restarts:
@@ -93,13 +95,16 @@ class Silence:
         return self._silent_s
 
 
-def hang(overdue_s: float, work: str, silent_s: float, timeout_s: float) -> str:
+def hang(overdue_s: float, work: str, silent_s: float, timeout_s: float, *, is_ending: bool = False) -> str:
     """Why the server process counts as hanging; "" if it does not.
 
     ``overdue_s``: how long the MLX thread has been at work that takes far longer than its last pieces; 0: it is not.
+    ``is_ending``: it was told to end. It then has limits of its own for its work, if it runs at all.
     """
     if not timeout_s:
         return ""
+    if is_ending:
+        overdue_s, timeout_s = 0.0, min(timeout_s, _MOST_SILENT_ENDING_S)
     if silent_s >= max(timeout_s, _LEAST_SILENT_S):
         return f"it has said nothing for {silent_s:.0f} s"
     if overdue_s >= timeout_s:

@@ -55,11 +55,16 @@ class ProcessState:
         elif kind == "serving":
             self.serving = True
         elif kind == "ready":
-            self.ready_at = now
+            self.ready_at = now if self.ready_at is None else self.ready_at
+        elif kind == "again":
+            self.requests.clear()
 
 
 class ServerProcess:
-    """Runs ``command`` with the listening socket. The descriptors of ``link`` and ``stray`` become readable."""
+    """Runs ``command`` with the listening socket. The descriptors of ``link`` and ``stray`` become readable.
+
+    Raises OSError when the system has no room for a process, or the program is gone.
+    """
 
     def __init__(
         self,
@@ -74,9 +79,10 @@ class ServerProcess:
         self.link, theirs = socket.socketpair()
         self.link.setblocking(False)
         self._lines, self._stray_lines = LineBuffer(), LineBuffer()
-        own_stderr = _own_stderr()
-        passed = (listening.fileno(), theirs.fileno(), own_stderr)
+        own_stderr = -1
         try:
+            own_stderr = _own_stderr()
+            passed = (listening.fileno(), theirs.fileno(), own_stderr)
             # In a process group of its own, so that Ctrl-C reaches the parent alone, which passes it on.
             self._process = subprocess.Popen(  # noqa: S603  the command that started this process
                 command,
@@ -85,8 +91,12 @@ class ServerProcess:
                 pass_fds=passed,
                 process_group=0,
             )
+        except OSError:
+            self.link.close()
+            raise
         finally:
-            os.close(own_stderr)
+            if own_stderr >= 0:
+                os.close(own_stderr)
             theirs.close()
         assert self._process.stderr is not None
         self.stray = self._process.stderr

@@ -47,15 +47,20 @@ def folders(environ: Mapping[str, str], system: str = sys.platform) -> list[Path
 
 
 def write(where: Path, report: Mapping[str, Any]) -> Path:
-    """Write a report and return its path. Raises OSError."""
+    """Write a report and return its path. Raises OSError, and leaves no unfinished file."""
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(report["at"]))
     path = where / f"death-{stamp}-{report['process']}.json"
     unfinished = path.with_suffix(".part")
-    with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-        json.dump(report, file, indent=1, default=str)
-        file.write("\n")
-    unfinished.replace(path)
+    try:
+        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1, default=str)
+            file.write("\n")
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
     for old in _files(where)[MOST_KEPT:]:
         old.unlink(missing_ok=True)
     return path

@@ -9,6 +9,9 @@ from mlx_serve.settings.config import Config
 from mlx_serve.supervise.child import VARIABLE
 from mlx_serve.values import StartError
 
+# What mlx.launch sets for each rank; a count of mpirun's or of another MPI's ranks.
+_RANK = "MLX_RANK"
+_RANK_COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 # Flags that print something and end the process.
 _INFORMING = {"-h", "--help", "--version"}
 
@@ -25,3 +28,15 @@ def wanted(flags: Sequence[str], environ: Mapping[str, str]) -> Config | None:
     except StartError:
         return None
     return settings if settings.supervise else None
+
+
+def check_alone(environ: Mapping[str, str]) -> None:
+    """Raises StartError if this process is one of several ranks, before it has joined the others.
+
+    After a death of one rank, the others would wait for its old process.
+    """
+    if environ.get(_RANK) or any(environ.get(name, "1") not in ("", "0", "1") for name in _RANK_COUNTS):
+        raise StartError(
+            "--supervise does not work under mlx.launch, whose ranks have to start together: leave it out, or put "
+            "--no-supervise behind it"
+        )

@@ -61,3 +61,12 @@ def test_nohup_is_respected():
         command.send_signal(signal.SIGTERM)
         command.communicate(timeout=DEADLINE_S)
         assert command.returncode == 128 + signal.SIGTERM
+
+
+def test_standard_descriptors_that_were_closed_are_given_to_nobody():
+    code = "from mlx_serve.__main__ import _open_standard_descriptors; _open_standard_descriptors();"
+    code += (
+        "import os; null = os.stat(os.devnull).st_rdev; os._exit(sum(os.fstat(i).st_rdev == null for i in range(3)))"
+    )
+    closed = f'exec "{sys.executable}" -c "$0" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", closed, code], check=False).returncode == 3

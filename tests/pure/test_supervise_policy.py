@@ -1,17 +1,21 @@
 """The parent's decisions, its messages and its reports, without a process."""
 
+import errno
 import json
 import os
 import socket
 import stat
+from dataclasses import dataclass
 
 import pytest
 
 from mlx_serve.settings.config import from_args
 from mlx_serve.supervise import doorway, report, start, systemd
+from mlx_serve.supervise.child import Supervisor
 from mlx_serve.supervise.messages import MAX_BYTES, LineBuffer, decode, encode
 from mlx_serve.supervise.policy import Restarts, RunningRequest, Silence, Suspects, hang
 from mlx_serve.supervise.process import ProcessState
+from mlx_serve.values import StartError
 
 # Restarts
 
@@ -57,6 +61,12 @@ def test_silence_grows_and_ends_with_a_word():
 def test_a_time_in_which_the_parent_was_frozen_too_does_not_count():
     silence = Silence(now=0, step_s=2)
     assert silence.pass_to(3600) == 2
+
+
+def test_a_process_that_was_told_to_end_must_not_be_silent_for_long():
+    assert not hang(overdue_s=1e6, work="a step", silent_s=9, timeout_s=180, is_ending=True)
+    assert hang(0, "", silent_s=10, timeout_s=180, is_ending=True)
+    assert not hang(0, "", silent_s=1e6, timeout_s=0, is_ending=True)
 
 
 # Suspects
@@ -126,6 +136,35 @@ def test_a_process_state_keeps_the_running_requests_and_the_last_lines():
     assert state.overdue_s == 0
 
 
+@dataclass
+class RunningTrace:
+    request_id: str
+    model: str = "m"
+
+
+def test_a_parent_that_did_not_read_for_long_learns_what_holds_now():
+    theirs, ours = socket.socketpair()
+    with theirs, ours:
+        supervisor = Supervisor(ours, ours)
+        supervisor.serving(None)
+        supervisor.ready()
+        supervisor.entered(RunningTrace("first"), [])
+        # Nobody reads: the parent is stopped. The end of a request is among what is lost.
+        for _ in range(1000):
+            supervisor.logged("x" * 2000)
+        supervisor.left(RunningTrace("first"))
+        supervisor.entered(RunningTrace("second"), [])
+        state, lines, now = ProcessState(), LineBuffer(), 0
+        theirs.setblocking(False)
+        while set(state.requests) != {"second"}:
+            supervisor.logged("next")
+            for line in lines.feed(theirs.recv(1 << 20)):
+                now += 1
+                state.note(decode(line), now)
+        assert state.serving
+        assert state.ready_at == 2
+
+
 # Reports
 
 
@@ -142,6 +181,16 @@ def test_a_report_is_its_owners_alone_and_the_newest_are_kept(tmp_path):
     found = report.deaths([place])
     assert [death.at for death in found] == [60.0 * n for n in range(report.MOST_KEPT + 4, 4, -1)]
     assert len(os.listdir(place)) == report.MOST_KEPT
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report.json, "dump", full)
+    with pytest.raises(OSError, match="No space"):
+        report.write(tmp_path, facts(1.0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_death_is_summed_up_in_a_line(tmp_path):
@@ -204,3 +253,19 @@ def test_systemd_is_told_only_if_it_asked(tmp_path):
         manager.bind(str(tmp_path / "n"))
         systemd.notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "n")})
         assert manager.recv(100) == b"READY=1"
+
+
+# Ranks
+
+
+@pytest.mark.parametrize(
+    "environ", [{"MLX_RANK": "0"}, {"MLX_RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "2"}, {"PMI_SIZE": "4"}]
+)
+def test_a_rank_has_no_parent(environ):
+    with pytest.raises(StartError, match=r"--supervise does not work under mlx\.launch.*--no-supervise"):
+        start.check_alone(environ)
+
+
+@pytest.mark.parametrize("environ", [{}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"PMI_SIZE": ""}])
+def test_a_process_alone_may_have_one(environ):
+    start.check_alone(environ)

@@ -40,6 +40,8 @@ def _step(jobs: Collection[object]) -> None:
 
 def _serve(argv: Sequence[str]) -> int:
     """The server process: as the command runs it, but for the models."""
+    if os.environ.get("KIT_NO_DEATH_SIGNAL"):  # as on macOS, which has none
+        child._die_with_parent = lambda: None
     supervisor = child.join()
     from mlx_serve import cli, testing
     from mlx_serve.engine.catalog import Catalog
@@ -172,12 +174,19 @@ def is_alive(pid: int) -> bool:
 
 
 @contextmanager
-def supervised(tmp_path: Path, *flags: object, quick_s: float = 0, mute: bool = False) -> Iterator[SupervisedServer]:
-    """A supervised server; all of it is gone afterwards."""
+def supervised(
+    tmp_path: Path,
+    *flags: object,
+    quick_s: float = 0,
+    mute: bool = False,
+    death_signal: bool = True,
+) -> Iterator[SupervisedServer]:
+    """A supervised server; all of it is gone afterwards. ``mute``: its processes never serve."""
     root = str(Path(__file__).parents[2])
     given = flags if "--uds" in flags else ("--port", 0, *flags)
     command = [sys.executable, "-m", "tests.sockets.supervisekit", str(quick_s), *map(str, given)]
     environ = {**os.environ, "PYTHONPATH": root, "XDG_STATE_HOME": str(tmp_path), "KIT_MUTE": "1" if mute else ""}
+    environ["KIT_NO_DEATH_SIGNAL"] = "" if death_signal else "1"
     environ.pop("MLX_SERVE_LOG_FILE", None)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, cwd=root)
     server = SupervisedServer(process, tmp_path / "mlx-serve" / "mlx-serve-deaths")

@@ -2,13 +2,20 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from mlx_serve import signals
+from mlx_serve.settings import config
+from mlx_serve.supervise.parent import Parent
+from mlx_serve.wire.sockets import Listening
 from tests.sockets.supervisekit import STREAM, is_alive, received, supervised
 from tests.waiting import DEADLINE_S, until
 
@@ -67,11 +74,25 @@ def test_a_request_that_runs_at_two_deaths_in_a_row_is_named_without_its_text(tm
         assert server.ask("abort, and a secret")[0] == 0
         server.wait_for("running at the death before, too: id=req_\\w+ model=fake prompt_tokens=19 max_tokens=1000")
         assert "secret" not in json.dumps(server.reports())
-        # A parent that is gone takes the server with it.
-        assert server.ask()[0] == 200
+
+
+@pytest.mark.parametrize("death_signal", [True, False])
+def test_a_parent_that_is_gone_takes_the_server_with_it(tmp_path, death_signal):
+    with supervised(tmp_path, death_signal=death_signal) as server:
         pid = server.child
         server.process.kill()
         until(lambda: not is_alive(pid), "the end of the server process")
+
+
+def test_a_death_while_it_ends_is_reported_too(tmp_path):
+    with supervised(tmp_path, "--drain-timeout", 60) as server:
+        stream = server.begin("please hang", stream=True)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("ending: no new requests")
+        server.kill(signal.SIGABRT)
+        assert server.process.wait(DEADLINE_S) == -signal.SIGABRT % 256
+        assert [report["ended"] for report in server.reports()] == ["signal SIGABRT"]
+        stream.close()
 
 
 def test_while_no_process_serves_the_parent_answers_and_then_gives_up(tmp_path):
@@ -112,3 +133,16 @@ def test_a_unix_socket_outlives_the_server_and_ends_in_order_with_the_parent(tmp
             assert b"[DONE]" in received(stream)
         assert server.process.wait(DEADLINE_S) == 0
     assert not os.path.exists(path)
+
+
+def test_a_program_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
+    # As while it is replaced by a new version, or while the system has no room for a process.
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(signals, "deliveries", lambda: ours)
+    listening = Listening(("127.0.0.1", 0), None, 5)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with ours, theirs:
+        parent = Parent(config.from_args([]), listening, ["/nowhere/python"], clock=count().__next__)
+        assert parent.run() == 1
+    assert len(re.findall("cannot start a server process: .*No such file", caplog.text)) == 3
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
