@@ -36,8 +36,9 @@ endef
 demo: $(VENV)/.installed
 	$(BIN)/mlx-serve --demo $(ARGS)
 
+# -rs: what is skipped, and why.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -rs $(ARGS)
 
 test-clients: $(CLIENTS_VENV)/.installed $(CLIENTS_NODE)/node_modules/.package-lock.json
 	$(CLIENTS_BIN)/python -m pytest tests/clients $(ARGS)
