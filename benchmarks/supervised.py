@@ -127,7 +127,9 @@ def kills(model: Path, options: argparse.Namespace) -> Kills:
             found.refused += sum(each.result() == "refused" for each in [*connecting, *streams])
             found.held.append(machine.holds(server.process.pid))
             found.zombies += len(pids(server)) - 2
-            note(f"death {number + 1}: answered again after {found.seconds[-1]:.1f} s")
+            note(
+                f"death {number + 1}: answered again after {found.seconds[-1]:.1f} s; the parent holds {found.held[-1]}"
+            )
     return found
 
 

@@ -20,6 +20,8 @@ _MOST_INPUT, _MOST_OUTPUT = 0.5, 0.25
 # The greedy answers' lengths, in turn, so that those of a batch end at different steps.
 _ANSWER_TOKENS = (32, 64, 96)
 _LEAST_ANSWER = 4
+# What an answer costs besides, in tokens: its prompt, and the token that mlx-lm computes ahead.
+_MORE_TOKENS = 3
 # The long prompt's part of the context, at most so many tokens.
 _LONG_SHARE, _LONG_TOKENS, _LEAST_LONG = 0.5, 16_000, 128
 # Reading a long prompt, at least this part of the time goes to it; the rest goes to the streams.
@@ -91,7 +93,7 @@ class Budget:
 
 def answers_s(speed: Speed, n_prompts: int, n_alone: int, n_together: int) -> float:
     """The cost of all greedy answers at full length: mlx-lm's own, and the server's."""
-    mean = sum(_ANSWER_TOKENS) / len(_ANSWER_TOKENS)
+    mean = sum(_ANSWER_TOKENS) / len(_ANSWER_TOKENS) + _MORE_TOKENS
     return (n_prompts + n_alone) * mean / speed.one_rate + n_prompts * mean / speed.output_rate(n_together)
 
 
