@@ -11,7 +11,7 @@ from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.selftest import checks, command, run
 from mlx_serve.commands.selftest.checks import AskedText
 from mlx_serve.commands.selftest.server import ServerError
-from mlx_serve.commands.selftest.server import serving as tested_server
+from mlx_serve.commands.selftest.server import serving as serving_tested
 from mlx_serve.testing import ENTRY, serving
 from tests.engine.tinymodel import write_model
 
@@ -36,7 +36,7 @@ def test_a_server_with_other_weights_fails(model, tmp_path, capsys, monkeypatch)
 def test_a_server_that_does_not_start_says_why(model, tmp_path):
     flags = ["--model", str(model), "--adapter-path", str(tmp_path)]
     with open(tmp_path / "log", "w") as log, pytest.raises(ServerError, match="adapters not found"):
-        with tested_server(flags, log):
+        with serving_tested(flags, log):
             pytest.fail("it started")
 
 
