@@ -129,7 +129,7 @@ def test_a_prompt_that_cannot_be_prefilled_fails_alone(kind, fault):
 @pytest.mark.parametrize("fault", [RuntimeError("a rank is gone"), ValueError("shapes")])
 def test_with_several_ranks_only_what_all_of_them_raise_fails_one_prompt(fault):
     model = OnCue(tiny_llama())
-    backend = BatchBackend(replace(loaded(model), agree=lambda sampler: sampler), BatchOptions())
+    backend = BatchBackend(replace(loaded(model), agree=lambda drawn: drawn), BatchOptions())
     bad = job(PROMPT)
     backend.insert(bad)
     model.fault = fault

@@ -133,6 +133,8 @@ def answers(port):
         "batch": batch(port),
         "penalties": tokens(port, "abc", frequency_penalty=1.0, logit_bias={"65": 3}),
         "regex": tokens(port, "abc", guided_regex="(yes|no|perhaps){3,8}"),
+        # Drafts are right: the answer repeats one token.
+        "drafts": tokens(port, "abc", 200, logit_bias={"65": 100}),
         "echo": tokens(port, "some prompt to score", 4, echo=True),
         "chat": ask(port, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}, "/v1/chat/completions")[
             1
@@ -171,12 +173,16 @@ def alone(models, tmp_path_factory):
 @pytest.mark.parametrize(("split", "told"), [((), 0), (("--pipeline",), 1)], ids=["tensors", "pipeline"])
 def test_two_ranks_answer_as_one_and_end_together(split, told, models, alone, tmp_path):
     # Kept prefixes are given up by rank 0's count of bytes, whatever the other holds.
-    with ranks(tmp_path, "--model", models / "first", *split, "--prompt-cache-bytes", 40_000) as (started, port):
+    flags = [*split, "--prompt-cache-bytes", 40_000, "--draft-ngram"]
+    with ranks(tmp_path, "--model", models / "first", *flags) as (started, port):
         wait_until_ready(started)
         assert answers(port) | {"vectors": vectors(port)} == alone
         # Without a seed the ranks draw as one, or they would not end as one either.
         drawn = tokens(port, "abc", 40, n=4, temperature=1.5)
         assert len({tuple(each) for each in drawn}) == 4
+        # Sooner or later drafts are tried, whatever a step takes here.
+        while not ask(port, None, "/stats")[1]["drafts"]["accepted_tokens"]:
+            tokens(port, "abc", 200, logit_bias={"65": 100})
         hang_up(port)
         status, refused = ask(port, {"prompt": "abc", "logit_bias": {"100000": 1}})
         assert (status, refused["error"]["param"]) == (400, "logit_bias")

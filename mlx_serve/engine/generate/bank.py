@@ -6,7 +6,7 @@ is always one token ahead. A pass with drafts needs the tokens first, and adds s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,8 +93,12 @@ class Row:
 class Bank:
     """Sequences that the model runs in one pass."""
 
-    def __init__(self, model: Any, cache: BatchCache | LoneCache) -> None:
+    def __init__(
+        self, model: Any, cache: BatchCache | LoneCache, agree: Callable[[mx.array], mx.array] | None = None
+    ) -> None:
+        """``agree``: makes the drawn tokens those of rank 0, on all ranks."""
         self._model = model
+        self._agree = agree if agree is not None else lambda drawn: drawn
         self.cache = cache
         self.rows: list[Row] = []
         # The next input of each row, shape (rows,).
@@ -139,7 +143,7 @@ class Bank:
         self.cache.begin(1)
         logits = self._model(fed[:, None], cache=self.cache.layers)[:, -1, :]
         self.cache.advance([1] * len(self.rows))
-        self._drawn = self._draw(logits, contexts)
+        self._drawn = self._agree(self._draw(logits, contexts))
         mx.async_eval(self._drawn, [row.context.state for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
         tokens: list[int] = fed.tolist()  # type: ignore[assignment]
         out = []
@@ -172,7 +176,7 @@ class Bank:
                 for j, context in enumerate(contexts)
             ]
             drawn.append(self._draw(logits[:, i, :], seen))
-        by_row: list[list[int]] = mx.stack(drawn, axis=1).tolist()  # type: ignore[assignment]
+        by_row: list[list[int]] = self._agree(mx.stack(drawn, axis=1)).tolist()  # type: ignore[assignment]
         out, following, n_kept = [], [], []
         for row, token, draft, after in zip(self.rows, tokens, drafts, by_row, strict=True):
             n_right = _n_right(draft, after, row.ends)

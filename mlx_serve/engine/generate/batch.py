@@ -80,7 +80,7 @@ class BatchBackend(LoadedBackend):
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[Row, RunningSequence] = {}
-        self._rows = Rows(loaded.model, alone=bool(loaded.alone), quantization=loaded.quantization)
+        self._rows = Rows(loaded.model, alone=bool(loaded.alone), quantization=loaded.quantization, agree=loaded.agree)
         self._paused: dict[Job, RunningSequence] = {}
         self._sharing = Sharing(loaded.prefix_cache, shares=loaded.shares, trimmable=loaded.trimmable)
         self._scoring: list[Scoring] = []

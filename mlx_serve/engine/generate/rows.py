@@ -35,10 +35,12 @@ class Rows:
         *,
         alone: bool = False,
         quantization: Quantization | None = None,
+        agree: Callable[[mx.array], mx.array] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``alone``: the model's caches can't be rows, so there is at most one sequence."""
+        """``alone``: the model's caches can't be rows, so there is at most one sequence. ``agree``: see Bank."""
         self._model = model
+        self._agree = agree
         self._clock = clock
         self.draft_length = DraftLength()
         # The most bytes for rows that are free: not needed now, but they make joining and leaving quick.
@@ -152,7 +154,7 @@ class Rows:
             self._quantization.apply(cache)
         key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
-            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache))
+            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache), self._agree)
         self._banks[key].join(row, cache, drawn, self.max_spare - self.spare_bytes)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from mlx_lm.sample_utils import LogitsProcessor, Sampler
+from mlx_lm.sample_utils import LogitsProcessor
 
 from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.cache.prefixes import PrefixCache
@@ -36,8 +36,8 @@ class Loaded:
     ``vocabulary`` is for grammars; None: grammars are not served. ``control_ids`` are the tokens that are not text;
     they begin and end the turns of a conversation. ``trimmable``: the caches of this model can always be trimmed.
     ``shares``: a sequence may use the cache of another one that runs.
-    ``alone``: why its sequences can't run together; "": they can. ``agree`` is set with several ranks: it wraps a
-    sampler so that all ranks get the same tokens.
+    ``alone``: why its sequences can't run together; "": they can. ``agree`` is set with several ranks: it makes drawn
+    tokens those of rank 0.
     """
 
     model: Any
@@ -53,7 +53,7 @@ class Loaded:
     trimmable: bool = True
     shares: bool = True
     alone: str = ""
-    agree: Callable[[Sampler], Sampler] | None = None
+    agree: Callable[[mx.array], mx.array] | None = None
     pooling: Pooling = LAST_TOKEN
 
 
@@ -115,8 +115,6 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     processors = make_processors(sampling, constraint)
     if isinstance(sampler, Seeded):
         processors.append(sampler.follow)
-    if loaded.agree is not None:
-        sampler = loaded.agree(sampler)
     prediction = Prediction(job.prediction) if job.prediction else None
     choice = TokenChoice(job, sampler, [], constraint, logprobs, prediction)
     choice.processors = [_Guarded(processor, choice) for processor in processors]

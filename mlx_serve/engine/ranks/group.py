@@ -12,14 +12,12 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from threading import Event, Thread
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
-from mlx_lm.sample_utils import Sampler
 
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.errors import one_line
@@ -29,8 +27,6 @@ from mlx_serve.engine.errors import one_line
 _FRAME = 512
 _HEAD = struct.Struct("<BI")
 _ROOM = _FRAME - _HEAD.size
-# The most different samplers that are kept wrapped.
-_MAX_SAMPLERS = 256
 
 
 def join() -> Ranks | None:
@@ -57,8 +53,6 @@ class Ranks:
         self.lost = False
         # When the last collective ended (monotonic).
         self.beat_s = time.monotonic()
-        # Equal samplers are wrapped once: mlx-lm samples a batch in one call when its rows share a sampler.
-        self.agree = lru_cache(maxsize=_MAX_SAMPLERS)(self._agreed)
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -92,21 +86,15 @@ class Ranks:
             rows = mx.distributed.all_gather(mine, group=self.group)
         return self._done(rows).reshape(self.size, -1).tolist()  # type: ignore[no-any-return]
 
-    def _agreed(self, sampler: Sampler) -> Sampler:
-        """A sampler whose tokens are rank 0's on all ranks.
+    def agree(self, drawn: mx.array) -> mx.array:
+        """The tokens that rank 0 drew, on all ranks.
 
         Equal seeds are not enough. Two kinds of GPU round differently, so two ranks could choose different tokens
         of about equal probability; one would end its answer while the other continues.
         """
-        is_first = int(self.rank == 0)
-
-        def sample(logprobs: mx.array) -> mx.array:
-            # A product rather than zeros: MLX could send a constant before what the model sends.
-            mine = sampler(logprobs) * is_first
-            agreed: mx.array = mx.distributed.all_sum(mine, group=self.group)
-            return agreed
-
-        return sample
+        # A product rather than zeros: MLX could send a constant before what the model sends.
+        agreed: mx.array = mx.distributed.all_sum(drawn * int(self.rank == 0), group=self.group)
+        return agreed
 
     def _sum(self, raw: bytes) -> bytes:
         # The other ranks add zeros to rank 0's value.
