@@ -90,6 +90,14 @@ def test_before_steps_without_drafts_were_timed_nothing_is_drafted():
     assert length.choose((1,), rows) > 0
 
 
+def test_of_shapes_of_long_ago_nothing_is_kept():
+    length = DraftLength()
+    clock = Clock(length)
+    for n in range(1, 300):
+        clock.plain([Row(0.9)], n=2, shape=(n, 1))
+    assert len(length._plain) < 100
+
+
 def test_other_work_between_two_steps_is_not_their_time():
     length, rows = DraftLength(), [Row(0.9)]
     clock = Clock(length)
@@ -120,7 +128,7 @@ def test_lengths_are_tried_where_drafts_are_right_the_shortest_first():
     length, rows = DraftLength(), [Row(0.97)]
     clock = Clock(length)
     clock.plain(rows, n=4)
-    assert length.choose((1,), [Row(0.3)]) == 0
+    assert length.choose((1,), [Row(0.1)]) == 0
     tried = []
     while (n := length.choose((1,), rows)) not in tried[:-1]:
         tried.append(n)

@@ -119,7 +119,12 @@ class DraftLength:
         """A step without drafts ran."""
         seconds = self._follow(times, runs_on=True)
         if seconds is not None:
-            self._plain.setdefault(shape, _Newest()).add(self._n_steps, seconds)
+            if shape not in self._plain:
+                # There are many shapes over time, of which few are of now.
+                since = self._n_steps - _FRESH
+                self._plain = {one: times for one, times in self._plain.items() if times.n_since(since)}
+                self._plain[shape] = _Newest()
+            self._plain[shape].add(self._n_steps, seconds)
         for row in rows:
             row.credit = min(row.credit + _LOSS, _MOST_CREDIT)
 
