@@ -13,7 +13,7 @@ LONG, N_HELD = 100_000, 500
 def known(decode_s=0.0, overhead_s=0.0):
     """A budget that knows of 1,000 tokens a second beside the overhead of a pass, and what a step's decoding takes."""
     budget = PrefillBudget(2048)
-    for n in (100, 1000):
+    for n in (100, 1100):
         budget.note(n, overhead_s + n / 1000)
     budget.note_nobody()
     if decode_s:
@@ -64,7 +64,29 @@ def test_a_step_takes_what_fits_into_the_gap():
     budget.note(100, 0.1)
     assert budget.tokens(0.2) == 208  # 1000 a second, in whole sixteens
     assert budget.tokens(0.001) == 16
+    budget.note(1100, 1.1)
     assert budget.tokens(60.0) == 2048
+
+
+def test_a_step_is_at_most_twice_as_long_as_what_was_measured():
+    budget = PrefillBudget(2048)
+    # A mixture of experts reads nearly all of its weights for 50 tokens as for 70.
+    budget.note(50, 0.9)
+    budget.note(70, 0.9001)
+    lengths = []
+    for _ in range(5):
+        lengths.append(budget.tokens(0.2))
+        budget.note(lengths[-1], 0.8 + lengths[-1] / 500)
+    assert lengths == [144, 288, 576, 768, 784]
+
+
+def test_a_pass_that_met_other_work_does_not_lengthen_slices():
+    budget, disturbed = known(overhead_s=0.02), known(overhead_s=0.02)
+    for n in (100, 1100):
+        for one in (budget, disturbed):
+            one.note(n, 0.02 + n / 1000)
+    disturbed.note(100, 30.0)
+    assert disturbed.tokens(0.2) == budget.tokens(0.2)
 
 
 def test_the_step_size_bounds_it_from_the_start():

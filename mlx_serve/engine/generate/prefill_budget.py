@@ -10,6 +10,9 @@ from mlx_serve.engine.generate.pass_cost import PassCost
 # The tokens of a step before the cost of a pass is known: few enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
+# A step is at most so many times as long as the longest that was measured. A few short passes on a busy machine, or
+# of a mixture-of-experts model, may show no cost of a token at all: then the first long prompt would run in one go.
+_GROWTH = 2
 # Beside streams a slice lasts at least so many times the overhead of a pass, so at most a third of it is overhead.
 _LEAST_OVERHEADS = 3.0
 # While nothing decodes, a slice lasts 1 s, or longer if more than a tenth of it would be overhead. It is not longer
@@ -89,6 +92,7 @@ class PrefillBudget:
     def _tokens(self, seconds: float) -> int:
         if not self._cost.per_token_s:
             return min(_FIRST_TOKENS, self._step_size)
+        n = min(self._cost.tokens(seconds), _GROWTH * self._cost.longest)
         # Whole multiples, so that the same shapes come again; up rather than down, since short slices are overhead.
-        n = -(-self._cost.tokens(seconds) // _LEAST_TOKENS) * _LEAST_TOKENS
+        n = -(-n // _LEAST_TOKENS) * _LEAST_TOKENS
         return min(max(n, _LEAST_TOKENS), self._step_size)
