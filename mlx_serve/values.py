@@ -198,7 +198,8 @@ class Sampling:
     frequency_context_size: int | None = None
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
-    n_draft_tokens: int = 3
+    # The most tokens to draft at a time. None: as many as pay.
+    n_draft_tokens: int | None = None
     # None: no log-probabilities wanted; k: those of the chosen token and of the k likeliest ones.
     top_logprobs: int | None = None
     # The same for the tokens of the prompt; ``max_tokens`` may then be 0.

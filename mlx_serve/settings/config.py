@@ -71,11 +71,13 @@ class Config:
     draft_model: str | None = flag(
         _MODEL,
         None,
-        "draft model of the first model, for speculative decoding (requests then run one by one)",
+        "draft model of the first model, for speculative decoding where that pays",
         parse=file_path,
     )
     draft_ngram: bool = flag(_MODEL, False, "draft what followed in a request's own text, where that pays")
-    num_draft_tokens: int = flag(_MODEL, 3, "tokens to draft at a time", parse=int, low=0)
+    num_draft_tokens: int | None = flag(
+        _MODEL, None, "the most tokens to draft at a time (default: as many as pay)", parse=int, low=0
+    )
     trust_remote_code: bool = flag(_MODEL, False, "run the Python code of a model or tokenizer")
     chat_template: str = flag(_MODEL, "", "chat template (Jinja text) instead of the tokenizer's")
     use_default_chat_template: bool = flag(_MODEL, False, "use the tokenizer's default chat template if it has none")

@@ -45,7 +45,6 @@ from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.draft_length import LENGTHS
 from mlx_serve.engine.generate.prefill_budget import StepPlan
-from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import make_choice
 from mlx_serve.values import (
     Failed,
@@ -63,6 +62,7 @@ from tests.engine.tinymodel import (
     QWEN3_NEXT,
     VOCAB_SIZE,
     loaded,
+    nearly,
     one_by_one,
     tiny,
     tiny_gemma,
@@ -178,7 +178,8 @@ KINDS = {
     "windows, one by one": Kind(tiny_gemma, alone=True),
     "recurrent, one by one": Kind(lambda: tiny(MAMBA), alone=True),
     "mixed, one by one": Kind(tiny_lfm2, alone=True),
-    "drafts": Kind(tiny_llama, draft=lambda: tiny_llama(seed=3)),
+    "drafts": Kind(tiny_llama, draft=lambda: nearly(tiny_llama())),
+    "drafts, windows": Kind(tiny_gemma, draft=lambda: nearly(tiny_gemma())),
 }
 
 
@@ -187,24 +188,25 @@ def _model(make: Callable[[], Any]) -> Any:
     return make()
 
 
-def backend_of(
-    kind: Kind, rng: random.Random | None = None, disk: DiskCache | None = None
-) -> BatchBackend | SingleBackend:
+def backend_of(kind: Kind, rng: random.Random | None = None, disk: DiskCache | None = None) -> BatchBackend:
     """A backend that has seen nothing. ``rng`` varies how much it keeps and how much it does at once."""
     model = _model(kind.model)
     draft = _model(kind.draft) if kind.draft is not None else None
     max_sequences = rng.choice([0, 2, 6, 20]) if rng else 0
     whole = replace(
         loaded(model, max_sequences=max_sequences, draft_model=draft),
-        trimmable=always_trims(make_prompt_cache(model)),
+        trimmable=all(always_trims(make_prompt_cache(one)) for one in (model, draft) if one is not None),
         control_ids=frozenset([TURN, TURN + 1]),
     )
     if disk is not None:
         whole = replace(whole, prefix_cache=PrefixCache(max(2, max_sequences), None, tier=disk.tier("m")))
-    if kind.alone or draft is not None:
+    if kind.alone:
         return one_by_one(whole, BatchOptions(draft_ngram=rng is not None))
-    concurrency = rng.choice([1, 2, 8]) if rng else 8
-    return BatchBackend(whole, BatchOptions(prompt_concurrency=concurrency, draft_ngram=rng is not None))
+    if rng is None:
+        return BatchBackend(replace(whole, draft_model=None), BatchOptions())
+    # With a draft model, that alone drafts in half of the sessions.
+    ngram = draft is None or rng.random() < 0.5
+    return BatchBackend(whole, BatchOptions(prompt_concurrency=rng.choice([1, 2, 8]), draft_ngram=ngram))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from mlx_serve.commands.doctor import command as doctor
 from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.neighbours import Neighbour
 from mlx_serve.probe import _architecture_fault
-from tests.engine.tinymodel import GEMMA, tiny_gemma, write_model
+from tests.engine.tinymodel import GEMMA, LFM2, tiny_gemma, tiny_lfm2, write_model
 
 DEADLINE_S = 120
 
@@ -82,7 +82,8 @@ def test_flags_that_the_model_s_caches_do_not_allow(run, model, tmp_path):
     status, findings = run("--model", windowed, "--port", 0, *wanted)
     assert status == 1
     assert [text for text in problems(findings) if "--kv-bits does not work" in text and "RotatingKVCache" in text]
-    status, findings = run("--model", windowed, "--port", 0, "--draft-model", model)
+    recurrent = write_model(tmp_path / "recurrent", make=lambda *_, **__: tiny_lfm2(), **LFM2)
+    status, findings = run("--model", recurrent, "--port", 0, "--draft-model", model)
     assert status == 1
     assert [text for text in problems(findings) if "--draft-model does not work" in text]
     status, findings = run("--model", windowed, "--port", 0, "--prompt-cache-bits", 8)

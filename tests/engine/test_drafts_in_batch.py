@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 from queue import SimpleQueue
 from types import MappingProxyType
 
@@ -9,6 +10,7 @@ import pytest
 
 from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.cache.kinds import Quantization
+from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.draft_length import LENGTHS, DraftLength
 from mlx_serve.engine.generate.grammars import Vocabulary
@@ -16,7 +18,7 @@ from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import Gate, Grammar, Job, Prompt, Sampling, Started
 from tests.engine.fuzz import LONGCAT
 from tests.engine.test_trial import LATENT
-from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, nearly, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 # Texts that repeat themselves, so that drafts are made, and of different lengths.
 PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 20, [5, 6, 5, 6, 5, 6], [*range(40, 60), 3, *range(40, 52)]]
@@ -37,7 +39,12 @@ def step(backend):
     return backend.run_step(StepPlan(64, n_drafts=backend._rows.plan()))
 
 
-def drafting(backend, length):
+def drafting(whole, proposers, length, draft_model=None, make=BatchBackend):
+    """A backend with drafts of these proposers, whose lengths ``length`` chooses."""
+    if "model" in proposers:
+        draft_model = nearly(tiny_llama()) if draft_model is None else draft_model
+        whole = replace(whole, draft_model=draft_model, prefix_cache=PrefixCache(10, None))
+    backend = make(whole, BatchOptions(draft_ngram="look-up" in proposers))
     backend._rows.draft_length = length
     return backend
 
@@ -59,6 +66,10 @@ def run(backend, jobs):
     return [[(event.token, event.finish, event.top_logprobs) for event in events[one]] for one in jobs]
 
 
+def replace_queue(one, prediction=()):
+    return Job(one.model, one.prompt, one.sampling, one.index, SimpleQueue(), prediction=prediction)
+
+
 SAMPLINGS = {
     "greedy": {},
     "temperature": {"temperature": 1.0, "seed": 3},
@@ -73,21 +84,33 @@ SAMPLINGS = {
 }
 
 
+@cache
+def without_drafts(name):
+    jobs = [job(prompt, n, **SAMPLINGS[name]) for prompt, n in zip(PROMPTS * 2, [1, 2, 24, 40] * 2, strict=True)]
+    return jobs, run(BatchBackend(loaded(tiny_llama()), BatchOptions()), jobs)
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(
-    ("length", "ngram", "predicts"),
-    [(7, True, False), (None, True, False), (None, False, True), (None, True, True)],
-    ids=["7 tokens", "by n-grams", "by predictions", "by both"],
+    ("proposer", "length"),
+    [
+        ("look-up", 7),
+        ("look-up", None),
+        ("prediction", None),
+        ("look-up, prediction", None),
+        ("model", 3),
+        ("model", None),
+        ("look-up, prediction, model", None),
+    ],
 )
-def test_drafts_change_no_token(name, length, ngram, predicts):
-    model = tiny_llama()
-    jobs = [job(prompt, n, **SAMPLINGS[name]) for prompt, n in zip(PROMPTS * 2, [1, 2, 24, 40] * 2, strict=True)]
-    want = run(BatchBackend(loaded(model), BatchOptions()), jobs)
+def test_drafts_change_no_token(name, proposer, length):
+    jobs, want = without_drafts(name)
+    predicts = "prediction" in proposer
     again = [
         replace_queue(one, prediction=edited([token for token, *_ in output]) if predicts else ())
         for one, output in zip(jobs, want, strict=True)
     ]
-    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=ngram)), Always(length))
+    backend = drafting(loaded(tiny_llama()), proposer, Always(length))
     assert run(backend, again) == want
     n_drafted, n_accepted = backend._rows.n_drafted, backend._rows.n_accepted
     assert n_drafted > 5
@@ -95,7 +118,7 @@ def test_drafts_change_no_token(name, length, ngram, predicts):
     if predicts:
         assert all(counts)
         assert n_accepted > 5
-    if not (ngram and predicts):
+    if proposer in ("look-up", "prediction", "model"):
         assert counts == ((n_accepted, n_drafted - n_accepted) if predicts else (0, 0))
 
 
@@ -104,35 +127,27 @@ def edited(tokens):
     return (*tokens[:5], *tokens[6:11], 1, *tokens[12:20], 2, *tokens[20:])
 
 
-def replace_queue(one, prediction=()):
-    return Job(one.model, one.prompt, one.sampling, one.index, SimpleQueue(), prediction=prediction)
-
-
 @pytest.mark.parametrize(
     "make",
     [tiny_gemma, lambda: tiny(LATENT), lambda: tiny(LONGCAT), lambda: tiny_llama(head_dim=32)],
     ids=["windows", "latent", "lists", "quantized"],
 )
-@pytest.mark.parametrize("alone", [False, True])
-def test_drafts_change_no_token_with_any_cache(make, alone, request):
+@pytest.mark.parametrize("how", ["look-up", "look-up, alone", "model"])
+def test_drafts_change_no_token_with_any_cache(make, how, request):
     model = make()
     whole = loaded(model)
     if "quantized" in request.node.name:
         whole = replace(whole, quantization=Quantization(8, 32, start=0))
     jobs = [job(prompt, 30) for prompt in PROMPTS]
     want = run(BatchBackend(whole, BatchOptions()), jobs)
-    again = [replace_queue(one) for one in jobs]
-    if alone:
-        seen = []
-        for one in again:
-            backend = drafting(one_by_one(whole, BatchOptions(draft_ngram=True)), Always(3))
-            seen += run(backend, [one])
+    again = list(map(replace_queue, jobs))
+    if how == "look-up, alone":
+        seen = [run(drafting(whole, "look-up", Always(3), make=one_by_one), [one])[0] for one in again]
     else:
-        backend = drafting(BatchBackend(whole, BatchOptions(draft_ngram=True)), Always(5))
+        backend = drafting(whole, how, Always(5), nearly(make()))
         seen = run(backend, again)
-    assert [[token for token, *_ in one] for one in seen] == [[token for token, *_ in one] for one in want]
-    if not alone:
         assert backend._rows.n_accepted > 0
+    assert [[token for token, *_ in one] for one in seen] == [[token for token, *_ in one] for one in want]
 
 
 class Words:
@@ -194,21 +209,24 @@ def test_drafts_change_no_token_of_a_grammar(name, vocabulary):
         for prompt, grammar in zip([*PROMPTS, PROMPTS[0], PROMPTS[1]], [*grammars, None], strict=False)
     ]
     want = run(BatchBackend(whole, BatchOptions()), jobs)
-    for seed, (ngram, predicts) in enumerate([(True, False), (False, True)]):
+    for seed, proposers in enumerate(["look-up", "prediction", "model", "look-up, model"]):
         again = [
-            replace_queue(one, prediction=edited([token for token, *_ in output]) if predicts else ())
+            replace_queue(one, prediction=edited([token for token, *_ in output]) if "prediction" in proposers else ())
             for one, output in zip(jobs, want, strict=True)
         ]
-        backend = drafting(BatchBackend(whole, BatchOptions(draft_ngram=ngram)), Always(seed=seed))
+        backend = drafting(whole, proposers, Always(seed=seed), nearly(tiny_llama(vocab_size=Words.n_tokens + 3)))
         assert run(backend, again) == want
-        assert backend._rows.n_accepted > 20
+        assert backend._rows.n_drafted > 20
+        # The draft model knows of no grammar, which cuts its drafts.
+        assert backend._rows.n_accepted > 20 or proposers == "model"
 
 
-def test_log_probabilities_of_drafted_tokens_are_theirs():
+@pytest.mark.parametrize("proposer", ["look-up", "model"])
+def test_log_probabilities_of_drafted_tokens_are_theirs(proposer):
     model = tiny_llama()
     jobs = [job(PROMPTS[0], 20, top_logprobs=2), job(PROMPTS[1], 20, top_logprobs=2, temperature=1.0, seed=1)]
     want = run(BatchBackend(loaded(model), BatchOptions()), jobs)
-    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(3))
+    backend = drafting(loaded(model), proposer, Always(3))
     got = run(backend, [replace_queue(one) for one in jobs])
     for one, other in zip(got, want, strict=True):
         for (token, _, top), (right, _, right_top) in zip(one, other, strict=True):
@@ -220,14 +238,14 @@ def test_log_probabilities_of_drafted_tokens_are_theirs():
 def test_what_cannot_be_cut_back_drafts_nothing():
     model = tiny_lfm2()
     want = run(BatchBackend(loaded(model), BatchOptions()), jobs := [job(prompt) for prompt in PROMPTS])
-    backend = drafting(BatchBackend(loaded(model), BatchOptions(draft_ngram=True)), Always(3))
+    backend = drafting(loaded(model), "look-up", Always(3))
     assert run(backend, [replace_queue(one) for one in jobs]) == want
     assert backend._rows.n_drafted == 0
 
 
 def test_a_step_may_give_several_tokens_of_a_job():
     """The model repeats its prompt where each token's likeliest follower is fixed by a bias to one token."""
-    backend = drafting(BatchBackend(loaded(tiny_llama()), BatchOptions(draft_ngram=True)), Always(7))
+    backend = drafting(loaded(tiny_llama()), "look-up", Always(7))
     one = job([4] * 30, 20, logit_bias=((4, 100.0),))
     backend.insert(one)
     n_steps, tokens = 0, []

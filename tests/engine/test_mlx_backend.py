@@ -23,7 +23,7 @@ from mlx_serve.engine.generate.sampling import make_processors
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Failed, Gate, Grammar, Inputs, Job, Prompt, Sampling, Started, TokenEvent
-from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, one_by_one, tiny_llama, write_model
+from tests.engine.tinymodel import EOS, VOCAB_SIZE, kv_options, loaded, one_by_one, tiny_llama, write_model
 
 GAP_S = 0.2
 PROMPTS = [[1, 2, 3], [40, 50, 60, 70, 80], [7], list(range(100, 140)), [9, 9, 9, 9], [200, 3], [11, 12], [250] * 20]
@@ -278,16 +278,10 @@ def test_a_batch_is_charged_its_longest_sequence_for_each_of_them(model):
     assert backend.kv_bytes({short: 30, long: 1500, embedding: 2000}) == 2 * size.bytes(1500) + size.bytes(2000)
 
 
-def test_jobs_that_run_one_by_one_are_charged_their_sum(model):
-    size = measure([model])
-    backend = one_by_one(replace(loaded(model, draft_model=model), kv_size=size))
-    assert backend.kv_bytes({job([1] * 10): 30, job([1] * 1000): 1500}) == size.bytes(30) + size.bytes(1500)
-
-
 def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():
     wide = tiny_llama(head_dim=32)
     quantization = Quantization(4, 32, 0)
-    want = offline(wide, PROMPTS[3], **quantization.for_mlx_lm())
+    want = offline(wide, PROMPTS[3], **kv_options(quantization))
     # Four bits are felt, or nothing would be shown here.
     assert want != offline(wide, PROMPTS[3])
     backend = BatchBackend(replace(loaded(wide), quantization=quantization), BatchOptions())
@@ -300,24 +294,8 @@ def test_a_quantized_kv_cache_generates_what_mlx_lm_does_with_one():
         assert tokens([*begun, *run(backend, [a])[0]]) == want
 
 
-def test_a_draft_model_changes_no_token(model):
-    backend = single_of(model, draft_model=tiny_llama(seed=0))
-    other = single_of(model, draft_model=tiny_llama(seed=3))
-    for one in (backend, other):
-        for prompt in (PROMPTS[0], PROMPTS[1]):
-            a = job(prompt, 10)
-            one.insert(a)
-            assert tokens(run(one, [a])[0]) == offline(model, prompt, 10)
-    found = []
-    for one in (single_of(model), other):
-        a = job(PROMPTS[0], 10, temperature=1.0, seed=4)
-        one.insert(a)
-        found.append(tokens(run(one, [a])[0]))
-    assert found[0] == found[1]
-
-
 def test_a_single_job_is_cancelled_in_its_prefill(model):
-    backend = single_of(model, BatchOptions(prefill_step_size=4), draft_model=tiny_llama(seed=3))
+    backend = single_of(model, BatchOptions(prefill_step_size=4))
     a, b = job(PROMPTS[3]), job([1, 2])
     backend.insert(a)
     assert backend.step(GAP_S) == [(a, Started(0, 0))]
@@ -480,20 +458,6 @@ def test_a_grammar_that_cannot_be_compiled_or_served_is_refused(model, vocabular
         with pytest.raises(ApiError) as caught:
             backend.insert(job([1], grammar=Grammar(bad, 1)))
         assert caught.value.status == 400
-
-
-def test_a_draft_model_keeps_to_the_grammar(model, vocabulary, tokenizer):
-    text = grammar("json_schema", {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6})
-    plain = single_of(model, vocabulary=vocabulary)
-    want = job([1, 2, 3], 60, grammar=text)
-    plain.insert(want)
-    (expected,) = run(plain, [want])
-    for seed in (0, 3):
-        backend = single_of(model, vocabulary=vocabulary, draft_model=tiny_llama(seed=seed))
-        a = job([1, 2, 3], 60, grammar=text, top_logprobs=1)
-        backend.insert(a)
-        (events,) = run(backend, [a])
-        assert tokens(events) == tokens(expected)
 
 
 @pytest.mark.parametrize("make", [batch_of, single_of])

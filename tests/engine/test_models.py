@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from mlx_serve.engine.backend import EngineLost
 from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.catalog import Catalog, ModelEntry, read_entry
-from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.batch import BatchOptions
 from mlx_serve.engine.generate.pooling import LAST_TOKEN, Pooling
-from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.load_errors import LoadError, loading
 from mlx_serve.engine.memory import MemoryBudget
 from mlx_serve.engine.models.store import ModelStore, locate
@@ -25,7 +24,19 @@ from mlx_serve.engine.models.weights import id_bound
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.engine.schedule.worker import Worker
 from mlx_serve.values import RESERVED_TEMPLATE_OPTIONS, ApiError, Job, Prompt, Sampling
-from tests.engine.tinymodel import CONFIG, EOS, GEMMA, VOCAB_SIZE, tiny, tiny_gemma, tiny_llama, tokens_of, write_model
+from tests.engine.tinymodel import (
+    CONFIG,
+    EOS,
+    GEMMA,
+    LFM2,
+    VOCAB_SIZE,
+    tiny,
+    tiny_gemma,
+    tiny_lfm2,
+    tiny_llama,
+    tokens_of,
+    write_model,
+)
 
 DEADLINE_S = 60
 
@@ -311,11 +322,18 @@ def test_a_quantized_cache_that_the_model_cannot_have_is_refused_with_the_reason
 
 
 def test_a_draft_model_for_what_cannot_be_cut_back_is_refused_with_the_reason(root):
-    write_model(root / "one", make=lambda *_, **__: tiny_gemma(), **GEMMA)
+    write_model(root / "one", make=lambda *_, **__: tiny_lfm2(), **LFM2)
     with pytest.raises(ApiError) as caught:
         opened(with_draft(root), "main")
     assert "--draft-model does not work" in str(caught.value.__cause__)
-    assert "RotatingKVCache" in str(caught.value.__cause__)
+    assert "ArraysCache" in str(caught.value.__cause__)
+
+
+def test_a_draft_model_is_refused_where_sequences_run_alone(root):
+    write_model(root / "one", **ARCHITECTURES["gemma2"][0], make=lambda *_, **__: tiny(ARCHITECTURES["gemma2"][0]))
+    with pytest.raises(ApiError) as caught:
+        opened(with_draft(root), "main")
+    assert "--draft-model does not work: in a batch" in str(caught.value.__cause__)
 
 
 def with_draft(root, *, progress=lambda *_: None, **config):
@@ -329,8 +347,8 @@ def with_draft(root, *, progress=lambda *_: None, **config):
 
 def test_a_draft_model_drafts_for_the_default_model_alone(root):
     store = with_draft(root)
-    assert isinstance(opened(store, "main"), SingleBackend)
-    assert isinstance(opened(store, "two"), BatchBackend)
+    assert opened(store, "main")._loaded.draft_model is not None
+    assert opened(store, "two")._loaded.draft_model is None
 
 
 def test_loading_tells_how_much_is_read_of_the_model_and_its_draft(root, monkeypatch):

@@ -11,6 +11,7 @@ from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import Grammar, Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
+from tests.engine.test_drafts_in_batch import Always, drafting
 from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, mlx_tokenizer, one_by_one, tiny_gemma, tiny_lfm2, tiny_llama
 
 PROMPT = tuple(range(100, 140))
@@ -38,7 +39,7 @@ def single_of(model, vocabulary=None):
 
 
 def drafts_of(model, vocabulary=None):
-    return one_by_one(replace(loaded(model, draft_model=tiny_llama(seed=3)), vocabulary=vocabulary))
+    return drafting(replace(loaded(model), vocabulary=vocabulary), "look-up, model", Always())
 
 
 MAKES = [batch_of, single_of, drafts_of]
@@ -64,7 +65,8 @@ def run(backend, a_job, between=list, n_tokens=64):
     backend.insert(a_job)
     events = []
     while not (events and is_last(events[-1])):
-        events += [event for _, event in backend.run_step(StepPlan(n_tokens))]
+        plan = StepPlan(n_tokens, n_drafts=backend._rows.plan())
+        events += [event for _, event in backend.run_step(plan)]
         if not (events and is_last(events[-1])):
             events += between()
     return events
@@ -103,7 +105,8 @@ def same(got, want):
 
 
 @pytest.mark.parametrize(
-    ("make", "evicts"), [(batch_of, False), (batch_of, True), (single_of, False), (single_of, True), (drafts_of, False)]
+    ("make", "evicts"),
+    [(batch_of, False), (batch_of, True), (single_of, False), (single_of, True), (drafts_of, False), (drafts_of, True)],
 )
 def test_a_job_goes_on_as_if_nothing_had_been(model, vocabulary, make, evicts):
     text = Grammar(compile_rule(Rule("regex", "[a-z]{9}[0-9]{2}[A-Z]*", "p")), n_bytes=1)

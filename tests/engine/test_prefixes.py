@@ -331,30 +331,13 @@ def test_who_asks_again_after_a_time_out_gets_further_each_time(make, of):
     assert seen.run(job(SYSTEM)) == [fresh(make, model, SYSTEM)]
 
 
-def test_a_draft_model_s_prompt_that_was_cancelled_is_kept_too(model):
-    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
-    first, second = job(SYSTEM), job(SYSTEM)
-    seen.backend.insert(first)
-    seen.step(StepPlan(40))
-    seen.backend.remove([first])
-    assert seen.run(second) == [fresh(single_of, model, SYSTEM)]
-    assert seen.cached[second] == 40
-    # Caches that differ in length are not kept.
-    third = job([*SYSTEM, 9], 50)
-    seen.backend.insert(third)
-    while third not in seen.tokens:
-        seen.step()
-    seen.backend.remove([third])
-    assert len(seen.backend._loaded.prefix_cache) == 1
-
-
 def test_a_prompt_that_fails_on_the_way_leaves_no_cache(model, monkeypatch):
-    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
+    seen = Seen(single_of(model))
     seen.backend.insert(job(SYSTEM))
     seen.step(StepPlan(40))
-    monkeypatch.setattr("mlx_serve.engine.generate.single.prefill", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlx_serve.engine.generate.batch.prefill", lambda *_: 1 / 0)
     seen.step(StepPlan(40))
-    assert seen.backend._running is None
+    assert not seen.backend._prompts
     assert seen.backend.n_cached == 0
 
 
@@ -500,14 +483,6 @@ def test_a_prompt_s_own_probabilities(model, make, max_tokens):
         assert len(top) == 2
     if max_tokens:
         assert seen.tokens[scored] == fresh(make, model, prompt, max_tokens)
-
-
-def test_a_draft_model_s_prompts_are_reused(model):
-    seen = Seen(single_of(model, draft_model=tiny_llama(seed=3)))
-    first, second = job(SYSTEM), job([*SYSTEM, 9])
-    seen.run(first)
-    assert seen.run(second) == [fresh(single_of, model, [*SYSTEM, 9])]
-    assert seen.cached[second] == len(SYSTEM) - 1
 
 
 class Layer:

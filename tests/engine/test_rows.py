@@ -16,7 +16,7 @@ from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.rows import Rows
 from tests.engine import fuzz
 from tests.engine.test_trial import LATENT
-from tests.engine.tinymodel import tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import kv_options, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MODELS = {
     "plain": tiny_llama,
@@ -305,7 +305,7 @@ def test_rows_move_to_the_bank_of_their_length(monkeypatch):
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_sequence_is_quantized_once_it_is_long_enough(alone):
     model, quantization, prompt = tiny_llama(head_dim=32), Quantization(4, 32, start=20), [*range(50, 66)]
-    options = quantization.for_mlx_lm()
+    options = kv_options(quantization)
     want = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20, **options)]
     # Four bits are felt, or nothing would be shown here.
     assert want != [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=20)]

@@ -12,9 +12,9 @@ from mlx_lm.models import gemma3_text, lfm2, llama, qwen2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.values import Failed, Job, TokenEvent
@@ -61,6 +61,18 @@ def tiny_qwen2(seed: int = 0, **config):
     return model
 
 
+def nearly(model, noise: float = 0.1, seed: int = 9):
+    """The model with a little noise in its weights, so that it often agrees with what it was made from."""
+    mx.random.seed(seed)
+    noisy = [
+        (name, value + noise * mx.std(value) * mx.random.normal(value.shape))
+        for name, value in tree_flatten(model.parameters())
+    ]
+    model.load_weights(noisy)
+    mx.eval(model.parameters())
+    return model
+
+
 GEMMA = {
     "model_type": "gemma3_text",
     "hidden_size": 32,
@@ -73,6 +85,25 @@ GEMMA = {
     "sliding_window": 16,
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 8,
+}
+
+LFM2 = {
+    "model_type": "lfm2",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "norm_eps": 1e-5,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 32,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "block_ff_dim": 64,
+    "layer_types": ["conv", "full_attention"],
 }
 
 # Sliding windows in every other layer.
@@ -139,25 +170,7 @@ def tiny_gemma():
 def tiny_lfm2():
     """A model with a recurrent state in one layer and a KV cache in the other."""
     mx.random.seed(2)
-    args = {
-        "model_type": "lfm2",
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "norm_eps": 1e-5,
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 32,
-        "block_multiple_of": 8,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "block_ff_dim": 64,
-        "layer_types": ["conv", "full_attention"],
-    }
-    model = lfm2.Model(lfm2.ModelArgs.from_dict(args))
+    model = lfm2.Model(lfm2.ModelArgs.from_dict(LFM2))
     scaled = [(name, value * 4 if value.ndim > 1 else value) for name, value in tree_flatten(model.parameters())]
     model.load_weights(scaled)
     mx.eval(model.parameters())
@@ -168,12 +181,18 @@ def loaded(model, *, max_sequences: int = 10, draft_model=None) -> Loaded:
     return Loaded(model, VOCAB_SIZE, frozenset([EOS]), (10, EOS), PrefixCache(max_sequences, None), draft_model)
 
 
-def one_by_one(whole: Loaded, options: BatchOptions | None = None) -> BatchBackend | SingleBackend:
-    """The backend of a model that runs one job at a time: for its draft model, or as if its caches couldn't be rows."""
-    options = options or BatchOptions()
-    if whole.draft_model is not None:
-        return SingleBackend(whole, options)
-    return BatchBackend(replace(whole, alone="a test says so"), options)
+def one_by_one(whole: Loaded, options: BatchOptions | None = None) -> BatchBackend:
+    """The backend of a model that runs one job at a time, as if its caches couldn't be rows."""
+    return BatchBackend(replace(whole, alone="a test says so"), options or BatchOptions())
+
+
+def kv_options(quantization: Quantization) -> dict[str, int]:
+    """The options of mlx-lm's generators for a quantized KV cache."""
+    return {
+        "kv_bits": quantization.bits,
+        "kv_group_size": quantization.group_size,
+        "quantized_kv_start": quantization.start,
+    }
 
 
 def byte_tokenizer(words=(), *, splits: bool = True) -> Tokenizer:

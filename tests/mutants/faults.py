@@ -7,6 +7,7 @@ from pathlib import Path
 
 BACKEND = "tests/engine/test_mlx_backend.py"
 CONSTRAINTS = "tests/engine/test_constraints.py"
+DRAFT_MODEL = "tests/engine/test_draft_model.py"
 FUZZ = "tests/engine/test_engine_fuzz.py"
 CHECKPOINTS = "tests/engine/test_checkpoints.py"
 ROWS = "tests/engine/test_rows.py"
@@ -105,10 +106,22 @@ FAULTS = (
         (SAMPLING,),
     ),
     Fault(
-        "penalties forget the prompt, one by one",
-        "seen = mx.array(running.tokens[-1:]), mx.array(running.tokens[:-1], mx.int32)",
-        "seen = mx.array(running.tokens[-1:]), mx.array([], mx.int32)",
-        (PREFIXES,),
+        "the draft model keeps a proposal that was wrong",
+        "surplus.append(n_fed - min(n_right, n_fed, len(came) - 1))",
+        "surplus.append(0)",
+        (DRAFT_MODEL,),
+    ),
+    Fault(
+        "the draft model never gets the tokens of passes without drafts",
+        "fed = [[*tokens, token] for tokens, token in zip(self._unseen(rows), drawn, strict=True)]",
+        "fed = [[token] for token in drawn]",
+        (DRAFT_MODEL,),
+    ),
+    Fault(
+        "a sequence leaves without what the draft model has not seen",
+        "self._model(mx.array([unseen]), cache=cache)",
+        "pass",
+        (DRAFT_MODEL,),
     ),
     Fault(
         "penalties forget the prompt in a batch",

@@ -60,9 +60,9 @@ ORDER = {
     " model_files cache generate ranks models schedule",
     "engine/cache": "kinds checkpoints size rows lone form file index store writer reader state loading disk"
     " prefix_tree prefixes",
-    "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length bank rows"
-    " trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring embedding sequence sharing"
-    " loaded batch single",
+    "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length"
+    " draft_model bank rows trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring"
+    " embedding sequence sharing loaded batch",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"
@@ -91,7 +91,7 @@ MAY_IMPORT_MLX = {
     "engine/cache/prefixes.py",
     "engine/generate/scoring.py",
     "engine/generate/embedding.py",
-    "engine/generate/single.py",
+    "engine/generate/draft_model.py",
     "engine/cache/kinds.py",
     "engine/cache/state.py",
     "engine/cache/loading.py",

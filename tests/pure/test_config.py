@@ -38,7 +38,9 @@ def test_every_flag_of_mlx_lm_server_is_taken():
 
 
 # Why is in docs/decisions.md.
-OWN_DEFAULTS = {"--allowed-origins", "--chat-template-args", "--max-tokens", "--prompt-cache-size"}
+OWN_DEFAULTS = {
+    *("--allowed-origins", "--chat-template-args", "--max-tokens", "--num-draft-tokens", "--prompt-cache-size")
+}
 
 
 @pytest.mark.parametrize("flag", sorted(flags_of_mlx_lm_server().keys() - OWN_DEFAULTS))

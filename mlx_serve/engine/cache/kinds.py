@@ -50,10 +50,6 @@ class Quantization:
         """Quantize those layers of a sequence's cache that are due."""
         maybe_quantize_kv_cache(cache, self.start, self.group_size, self.bits)
 
-    def for_mlx_lm(self) -> dict[str, int]:
-        """The options of mlx-lm's generators."""
-        return {"kv_bits": self.bits, "kv_group_size": self.group_size, "quantized_kv_start": self.start}
-
 
 def leaves(cache: Iterable[Any]) -> Iterator[Any]:
     """The single caches of a sequence: one for each layer, and the members of lists."""

@@ -177,6 +177,10 @@ class BatchCache:
         """Keep the first so many of the tokens that the pass added to each row."""
         self.lengths = [length + n for length, n in zip(self.lengths, n_tokens, strict=True)]
 
+    def take_back(self, n_tokens: Sequence[int]) -> None:
+        """Remove the last so many tokens of each row, at most ``MAX_PASS``, which must be possible."""
+        self.lengths = [length - n for length, n in zip(self.lengths, n_tokens, strict=True)]
+
 
 class _Positions:
     """Where the tokens of a pass go, and what they may see. All layers share one."""

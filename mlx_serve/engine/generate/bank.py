@@ -16,6 +16,7 @@ from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache
+from mlx_serve.engine.generate.draft_model import Chance, DraftRows
 from mlx_serve.engine.generate.drafts import Lookup, Restriction
 from mlx_serve.engine.generate.logprobs import OutputLogprobs, note_rows
 
@@ -36,10 +37,12 @@ class Row:
     logprobs: OutputLogprobs | None = None
     # What the processors get: the tokens so far, on the device.
     context: TokenBuffer = field(default_factory=TokenBuffer)
-    # Drafts: the most to check at a time, where to look them up, what restricts them, the tokens that the output may
-    # still get, and the tokens that end it.
+    # Drafts: the most to check at a time, where to look them up, whether the last one is from there, how likely the
+    # draft model is right, what restricts them, the tokens that the output may still get, and the tokens that end it.
     max_drafts: int = 0
     lookup: Lookup | None = None
+    was_looked_up: bool = False
+    guesses: Chance = field(default_factory=Chance)
     grammar: Restriction | None = None
     n_left: int = 0
     ends: frozenset[int] = frozenset()
@@ -58,10 +61,11 @@ class Row:
 
     def within_grammar(self, token: int, draft: list[int], n_tokens: int) -> list[int]:
         """A draft of at most ``n_tokens`` behind ``token`` as the row's grammar has it."""
-        if self.grammar is None or self.lookup is None or not n_tokens:
+        if self.grammar is None or not n_tokens:
             return draft
         draft, behind = self.grammar.draft(self.tokens, token, draft, n_tokens)
-        self.lookup.change([*draft, *behind])
+        if self.lookup is not None and self.was_looked_up:
+            self.lookup.change([*draft, *behind])
         return draft
 
     def guess_within_grammar(self, token: int | None = None) -> None:
@@ -71,9 +75,15 @@ class Row:
 
     def expected(self, n_tokens: int) -> float:
         """How many of ``n_tokens`` drafted tokens will be right."""
-        if self.lookup is None:
-            return 0.0
-        return self.lookup.expected(min(n_tokens, self.max_drafts), ahead=not self.knows_next)
+        n = min(n_tokens, self.max_drafts)
+        looked_up = self.lookup.expected(n, ahead=not self.knows_next) if self.lookup is not None else 0.0
+        return max(looked_up, self.guesses.expected(n))
+
+    def look_up(self, n_tokens: int) -> list[int]:
+        """At most ``n_tokens`` that may come next, unless the draft model promises more."""
+        promised = self.lookup.expected(n_tokens) if self.lookup is not None else -1.0
+        self.was_looked_up = promised >= self.guesses.expected(n_tokens)
+        return self.lookup.draft(n_tokens) if self.lookup is not None and self.was_looked_up and n_tokens else []
 
     def learn(self, token: int) -> None:
         """The token that will be fed next was read."""
@@ -94,12 +104,20 @@ class Bank:
     """Sequences that the model runs in one pass."""
 
     def __init__(
-        self, model: Any, cache: BatchCache | LoneCache, agree: Callable[[mx.array], mx.array] | None = None
+        self,
+        model: Any,
+        cache: BatchCache | LoneCache,
+        drafter: DraftRows | None = None,
+        agree: Callable[[mx.array], mx.array] | None = None,
     ) -> None:
-        """``agree``: makes the drawn tokens those of rank 0, on all ranks."""
+        """``drafter``: the draft model's rows, whose layers come behind the model's in a sequence's cache.
+
+        ``agree``: makes the drawn tokens those of rank 0, on all ranks.
+        """
         self._model = model
         self._agree = agree if agree is not None else lambda drawn: drawn
-        self.cache = cache
+        self._cache = cache
+        self._drafter = drafter
         self.rows: list[Row] = []
         # The next input of each row, shape (rows,).
         self._drawn = mx.array([], mx.uint32)
@@ -107,21 +125,40 @@ class Bank:
         self.n_longest = self.n_drafted = self.n_accepted = 0
 
     @property
+    def nbytes(self) -> int:
+        """The bytes of the rows' caches."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def spare_bytes(self) -> int:
+        """The bytes of free rows."""
+        return sum(part.spare_bytes for part in self._parts)
+
+    @property
     def can_cut_back(self) -> bool:
         """Whether tokens can be dropped again, as wrong drafts must be."""
-        return self.cache.can_cut_back
+        return all(part.can_cut_back for part in self._parts)
 
     @property
     def drafting(self) -> list[Row]:
         """The rows that something can propose drafts for."""
         if not self.can_cut_back:
             return []
-        return [row for row in self.rows if row.lookup is not None and row.max_drafts]
+        has_model = self._drafter is not None
+        return [row for row in self.rows if row.max_drafts and (has_model or row.lookup is not None)]
+
+    @property
+    def _parts(self) -> list[BatchCache | LoneCache]:
+        return [self._cache] if self._drafter is None else [self._cache, self._drafter.cache]
 
     def join(self, row: Row, cache: list[Any], drawn: mx.array, max_spare: float) -> None:
         """Add a row whose next input is ``drawn``, shape (1,). At most ``max_spare`` bytes are added for other rows."""
         self.wait()
-        self.cache.join(cache, len(row.tokens), max_spare)
+        n = len(cache) if self._drafter is None else len(self._cache.layers)
+        for part, layers in zip(self._parts, (cache[:n], cache[n:]), strict=False):
+            n_spare = part.spare_bytes
+            part.join(layers, len(row.tokens), max_spare)
+            max_spare -= part.spare_bytes - n_spare
         self.rows.append(row)
         self._drawn = mx.concatenate([self._drawn, drawn])
 
@@ -129,20 +166,30 @@ class Bank:
         """Remove a row. Returns its cache and its next input, shape (1,). Free rows may keep ``max_spare`` bytes."""
         self.wait()
         index, last = self.rows.index(row), len(self.rows) - 1
-        kept = self.cache.leave(index, max_spare)
+        kept = self._cache.leave(index, max_spare)
+        if self._drafter is not None:
+            kept += self._drafter.leave(index, row.tokens, max_spare - self._cache.spare_bytes)
         drawn = self._drawn[index : index + 1]
         self._drawn = self._drawn[mx.array([last if i == index else i for i in range(last)], mx.int32)]
         self.rows[index] = self.rows[last]
         self.rows.pop()
         return kept, drawn
 
+    def copy(self, row: Row, n_tokens: int | None = None) -> list[Any]:
+        """A copy of a row's cache, or of its first ``n_tokens``. Raises ValueError if it can't be cut back."""
+        index = self.rows.index(row)
+        cache = self._cache.copy(index, n_tokens)
+        return cache if self._drafter is None else cache + self._drafter.copy(index, row.tokens[:n_tokens])
+
     def step(self) -> list[tuple[Row, list[int]]]:
         """Start a pass with the tokens that were drawn last, then read and return these tokens."""
+        if self._drafter is not None:
+            self._drafter.follow(self.rows)
         fed = self._drawn
         contexts = self._contexts(fed)
-        self.cache.begin(1)
-        logits = self._model(fed[:, None], cache=self.cache.layers)[:, -1, :]
-        self.cache.advance([1] * len(self.rows))
+        self._cache.begin(1)
+        logits = self._model(fed[:, None], cache=self._cache.layers)[:, -1, :]
+        self._cache.advance([1] * len(self.rows))
         self._drawn = self._agree(self._draw(logits, contexts))
         mx.async_eval(self._drawn, [row.context.state for row in self.rows if row.processors])  # type: ignore[no-untyped-call]
         tokens: list[int] = fed.tolist()  # type: ignore[assignment]
@@ -159,6 +206,8 @@ class Bank:
         Returns these tokens, and of the drafts what is right.
         """
         tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
+        if self._drafter is not None:
+            self._drafter.follow(self.rows)
         drafts = self._propose(
             tokens, [row.n_wanted(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
         )
@@ -167,8 +216,8 @@ class Bank:
             [[token, *draft] + [token] * (n - len(draft)) for token, draft in zip(tokens, drafts, strict=True)]
         )
         contexts = self._contexts(fed[:, 0])
-        self.cache.begin(1 + n)
-        logits = self._model(fed, cache=self.cache.layers)
+        self._cache.begin(1 + n)
+        logits = self._model(fed, cache=self._cache.layers)
         drawn = []
         for i in range(1 + n):
             seen = [
@@ -188,13 +237,17 @@ class Bank:
             if row.processors and n_right:
                 row.context.update_and_fetch(mx.array(draft[:n_right]))
             if row.lookup is not None:
-                row.lookup.note_checked(len(draft), n_right)
+                if row.was_looked_up:
+                    row.lookup.note_checked(len(draft), n_right)
                 row.lookup.add(*draft[:n_right])
             self.n_drafted += len(draft)
             self.n_accepted += n_right
             row.learn(after[n_right])
             row.guess_within_grammar(after[n_right])
-        self.cache.advance(n_kept)
+        self._cache.advance(n_kept)
+        if self._drafter is not None:
+            came = [[*draft[: n - 1], token] for draft, n, token in zip(drafts, n_kept, following, strict=True)]
+            self._drafter.settle(self.rows, came)
         self._drawn = mx.array(following, mx.uint32)
         self.n_longest = n
         return out
@@ -203,10 +256,11 @@ class Bank:
         """For each row at most so many tokens that may follow ``tokens``, which each row has drawn last."""
         for row, token in zip(self.rows, tokens, strict=True):
             row.learn(token)
-        drafts = [
-            row.lookup.draft(n) if row.lookup is not None and n else []
-            for row, n in zip(self.rows, n_wanted, strict=True)
-        ]
+        drafts = [row.look_up(n) for row, n in zip(self.rows, n_wanted, strict=True)]
+        n_asked = [0 if row.was_looked_up else n for row, n in zip(self.rows, n_wanted, strict=True)]
+        if self._drafter is not None and any(n_asked):
+            proposed = self._drafter.propose(self.rows, tokens, max(n_asked))
+            drafts = [[*draft, *more[:n]] for draft, more, n in zip(drafts, proposed, n_asked, strict=True)]
         return [
             row.within_grammar(token, draft, n)
             for row, token, draft, n in zip(self.rows, tokens, drafts, n_wanted, strict=True)
@@ -221,11 +275,14 @@ class Bank:
     def give_up_spare(self) -> None:
         """Give up the memory of free rows."""
         self.wait()
-        self.cache.give_up_spare()
+        for part in self._parts:
+            part.give_up_spare()
 
     def wait(self) -> None:
         """Wait for the running pass. A write to an array that it is reading would copy the whole array."""
         mx.eval(self._drawn)
+        if self._drafter is not None:
+            self._drafter.wait()
 
     def _draw(self, logits: mx.array, contexts: Sequence[mx.array | None]) -> mx.array:
         """The next token of each row, shape (rows,), from its logits, shape (rows, vocab), and its tokens so far."""

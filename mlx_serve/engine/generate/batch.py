@@ -29,6 +29,7 @@ from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
 from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.draft_length import LENGTHS
+from mlx_serve.engine.generate.draft_model import Paired
 from mlx_serve.engine.generate.drafts import Chances, Lookup
 from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
@@ -74,13 +75,21 @@ class BatchBackend(LoadedBackend):
         self._draft_ngram = options.draft_ngram
         self._chances = Chances()
         super().__init__(loaded)
+        # What runs prompts.
+        self._model = loaded.model if loaded.draft_model is None else Paired(loaded.model, loaded.draft_model)
         # Prompts, in the order of their arrival.
         self._prompts: list[RunningSequence] = []
         self._is_first_s_turn = False
         # Prefilled sequences that wait for the next step that decodes.
         self._prefilled: list[RunningSequence] = []
         self._decoding: dict[Row, RunningSequence] = {}
-        self._rows = Rows(loaded.model, alone=bool(loaded.alone), quantization=loaded.quantization, agree=loaded.agree)
+        self._rows = Rows(
+            loaded.model,
+            draft_model=loaded.draft_model,
+            alone=bool(loaded.alone),
+            quantization=loaded.quantization,
+            agree=loaded.agree,
+        )
         self._paused: dict[Job, RunningSequence] = {}
         self._sharing = Sharing(loaded.prefix_cache, shares=loaded.shares, trimmable=loaded.trimmable)
         self._scoring: list[Scoring] = []
@@ -88,7 +97,7 @@ class BatchBackend(LoadedBackend):
         self._embedding: deque[Embedding] = deque()
         self._budget = PrefillBudget(options.prefill_step_size)
         # Padding has to be cut off again.
-        self._pads = not (loaded.alone or loaded.quantization) and always_trims(make_prompt_cache(loaded.model))
+        self._pads = not (loaded.alone or loaded.quantization) and always_trims(make_prompt_cache(self._model))
 
     @property
     def n_decoding(self) -> int:
@@ -126,7 +135,7 @@ class BatchBackend(LoadedBackend):
             sequence = RunningSequence(make_choice(job, self._loaded), self.ids_of(job))
         if job.sampling.prompt_logprobs is not None and not sequence.has_started:
             self.let_go(job)
-            self._scoring.append(Scoring(sequence.choice, self._loaded.model))
+            self._scoring.append(Scoring(sequence.choice, self._model))
         else:
             self._loaded.prefix_cache.claim(job, sequence.ids, sequence.scope)
             self._in_line.pop(job, None)
@@ -285,7 +294,7 @@ class BatchBackend(LoadedBackend):
         caches = [self._started(prompt, events) for prompt in prompts]
         tokens = [prompt.ids[:-1].tolist() for prompt in prompts]
         started_s = self._clock()
-        filled = self.attempt(prompts[0].choice.job, lambda: prefill_together(self._loaded.model, caches, tokens))
+        filled = self.attempt(prompts[0].choice.job, lambda: prefill_together(self._model, caches, tokens))
         if isinstance(filled, Failed):
             # Each then runs alone, and fails alone.
             for prompt in prompts:
@@ -331,7 +340,7 @@ class BatchBackend(LoadedBackend):
         n = end - prompt.n_done
         if n:
             started_s = self._clock()
-            prefill(self._loaded.model, cache, prompt.ids[prompt.n_done : end].tolist(), self._loaded.quantization)
+            prefill(self._model, cache, prompt.ids[prompt.n_done : end].tolist(), self._loaded.quantization)
             self._budget.note(n, self._clock() - started_s)
             prompt.n_done = end
             prompt.trail.reached(cache, end)
@@ -357,7 +366,7 @@ class BatchBackend(LoadedBackend):
                 prompt.ids, prompt.scope, prompt.choice.job
             )
         if cache is None:
-            cache = make_prompt_cache(self._loaded.model)
+            cache = make_prompt_cache(self._model)
         prompt.cache = cache
         self._loaded.prefix_cache.unpin(prompt.choice.job)
         # Drop the references to others, so that ended sequences are freed.
@@ -414,7 +423,9 @@ class BatchBackend(LoadedBackend):
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
         row.grammar = choice.look_ahead
         # How far a grammar looks ahead depends on the time that it takes, which differs between ranks.
-        row.max_drafts = max(LENGTHS) if row.grammar is None or self._loaded.agree is None else 0
+        if row.grammar is None or self._loaded.agree is None:
+            most = choice.job.sampling.n_draft_tokens
+            row.max_drafts = max(LENGTHS) if most is None else most
         if row.max_drafts and (self._draft_ngram or choice.prediction is not None):
             row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction, self._chances)
         sequence.row = row

@@ -54,15 +54,14 @@ class OutputLogprobs:
 
     def __init__(self, k: int) -> None:
         self.k = k
-        # Keyed by position, because a draft is checked after the tokens that it proposes.
+        # By position of the output.
         self._noted: dict[int, tuple[Logprobs, int]] = {}
         self._n_noted = 0
 
-    def note(self, logprobs: Logprobs, row: int, position: int | None = None) -> None:
-        """Row ``row`` is that of a position of the output, by default of the one behind the position noted last."""
-        position = self._n_noted if position is None else position
-        self._noted[position] = (logprobs, row)
-        self._n_noted = position + 1
+    def note(self, logprobs: Logprobs, row: int) -> None:
+        """Row ``row`` is that of the position behind the one noted last."""
+        self._noted[self._n_noted] = (logprobs, row)
+        self._n_noted += 1
 
     def take_back(self, n_positions: int) -> None:
         """Forget the positions noted last, behind a draft that was wrong."""

@@ -14,16 +14,19 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import TokenBuffer
+from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 
 from mlx_serve.engine.cache.kinds import Quantization, is_quantized, leaves
 from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import BatchCache, bank_of
 from mlx_serve.engine.generate.bank import Bank, Row
 from mlx_serve.engine.generate.draft_length import DraftLength, Shape, Times
+from mlx_serve.engine.generate.draft_model import Chance, DraftRows
 
 # MLX's cache of freed buffers is emptied every so many steps.
 _CLEAR_EVERY = 512
+# A draft model is taken to be right so often until it has been seen at work.
+_FIRST_CHANCE = 0.7
 
 
 class Rows:
@@ -33,14 +36,22 @@ class Rows:
         self,
         model: Any,
         *,
+        draft_model: Any = None,
         alone: bool = False,
         quantization: Quantization | None = None,
         agree: Callable[[mx.array], mx.array] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``alone``: the model's caches can't be rows, so there is at most one sequence. ``agree``: see Bank."""
+        """``alone``: the model's caches can't be rows, so there is at most one sequence, and no draft model.
+
+        ``agree``: see Bank.
+        """
         self._model = model
         self._agree = agree
+        self._draft_model = draft_model
+        self._n_layers = len(make_prompt_cache(model))
+        # How likely the draft model is right, in all sequences. Before it was seen at work, it is given a chance.
+        self._guesses = Chance(_FIRST_CHANCE)
         self._clock = clock
         self.draft_length = DraftLength()
         # The most bytes for rows that are free: not needed now, but they make joining and leaving quick.
@@ -59,18 +70,20 @@ class Rows:
     @property
     def nbytes(self) -> int:
         """The bytes of the running sequences' caches, with free rows."""
-        return sum(bank.cache.nbytes for bank in self._banks.values())
+        return sum(bank.nbytes for bank in self._banks.values())
 
     @property
     def spare_bytes(self) -> int:
         """The bytes of free rows."""
-        return sum(bank.cache.spare_bytes for bank in self._banks.values())
+        return sum(bank.spare_bytes for bank in self._banks.values())
 
     def join(self, row: Row, cache: list[Any]) -> None:
         """Add a sequence. ``cache`` holds ``row.tokens``, and is taken over."""
         with mx.stream(generation_stream):
             if row.processors:
                 row.context = TokenBuffer(row.tokens)
+            if self._draft_model is not None:
+                row.guesses = Chance(like=self._guesses)
             self._join(row, cache, mx.array([row.next_token], mx.uint32))
 
     def leave(self, row: Row) -> tuple[list[Any], int]:
@@ -88,8 +101,7 @@ class Rows:
     def copy(self, row: Row, n_tokens: int | None = None) -> list[Any]:
         """A copy of a sequence's cache, or of its first ``n_tokens``. Raises ValueError if it can't be cut back."""
         with mx.stream(generation_stream):
-            bank = self._bank_with(row)
-            return bank.cache.copy(bank.rows.index(row), n_tokens)
+            return self._bank_with(row).copy(row, n_tokens)
 
     def plan(self) -> int:
         """How many tokens the next step should draft for each row, by the clock of this rank."""
@@ -154,13 +166,21 @@ class Rows:
             self._quantization.apply(cache)
         key = self._key(row, any(map(is_quantized, leaves(cache))))
         if key not in self._banks:
-            self._banks[key] = Bank(self._model, LoneCache() if self._alone else BatchCache(cache), self._agree)
+            self._banks[key] = self._new_bank(cache)
         self._banks[key].join(row, cache, drawn, self.max_spare - self.spare_bytes)
+
+    def _new_bank(self, like: list[Any]) -> Bank:
+        if self._alone:
+            return Bank(self._model, LoneCache(), agree=self._agree)
+        drafter = None
+        if self._draft_model is not None:
+            drafter = DraftRows(self._draft_model, BatchCache(like[self._n_layers :]))
+        return Bank(self._model, BatchCache(like[: self._n_layers]), drafter, self._agree)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:
         self.interrupted()
         bank = self._bank_with(row)
-        left = bank.leave(row, self.max_spare - self.spare_bytes + bank.cache.spare_bytes)
+        left = bank.leave(row, self.max_spare - self.spare_bytes + bank.spare_bytes)
         if not bank.rows:
             self._banks = {key: other for key, other in self._banks.items() if other is not bank}
         return left
@@ -169,7 +189,7 @@ class Rows:
         """Give up free rows if they take too much."""
         if self.spare_bytes > self.max_spare:
             for bank in self._banks.values():
-                if bank.cache.spare_bytes:
+                if bank.spare_bytes:
                     bank.give_up_spare()
 
     def _move_grown(self) -> None:

@@ -23,7 +23,6 @@ from mlx_lm.sample_utils import (
 )
 
 from mlx_serve.engine.generate.constraints import Constraint
-from mlx_serve.engine.generate.logprobs import Logprobs, OutputLogprobs
 from mlx_serve.engine.generate.reasoning import ReasoningWatch
 from mlx_serve.values import Sampling
 
@@ -141,22 +140,6 @@ class _Budgeted:
         if following.banned:
             logits = logits[:]
             logits[..., mx.array(following.banned)] = -mx.inf
-        return logits
-
-
-class NotedLogprobs:
-    """The first processor for mlx-lm's generators of one sequence: it notes the model's own log-probabilities.
-
-    The generators report the distribution that they sampled from, in the model's number type. The context has all of
-    the prompt, which has ``n_prompt`` tokens.
-    """
-
-    def __init__(self, noted: OutputLogprobs, n_prompt: int) -> None:
-        self._noted = noted
-        self._n_prompt = n_prompt
-
-    def __call__(self, context: mx.array, logits: mx.array) -> mx.array:
-        self._noted.note(Logprobs(logits, self._noted.k), 0, context.shape[0] - self._n_prompt)
         return logits
 
 

@@ -20,15 +20,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_serve.engine.backend import ALIKE
 from mlx_serve.engine.cache.kinds import (
     Quantization,
-    always_trims,
     is_fixed,
     is_quantized,
     kind_names,
     leaves,
     packed,
-    take_back,
 )
-from mlx_serve.engine.cache.rows import can_join
+from mlx_serve.engine.cache.rows import BatchCache, can_join
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.prefill import prefill
@@ -96,8 +94,8 @@ def batch_fault(model: Any, quantization: Quantization | None = None) -> str:
 
     With a ``quantization``, they are also tried with quantized caches.
     """
-    if faulty := [layer for layer in leaves(make_prompt_cache(model)) if not can_join(layer)]:
-        return f"a batch cannot have its {kind_names(faulty)}"
+    if fault := _row_fault(make_prompt_cache(model)):
+        return fault
     plain = _batch_fault(model, None)
     if plain or quantization is None:
         return plain
@@ -139,23 +137,31 @@ def quantization_fault(model: Any, quantization: Quantization, *, computes: bool
 
 
 def rewind_fault(model: Any, *, computes: bool) -> str:
-    """Why a model can't drop tokens, as it must when a draft was wrong. ``computes`` as in ``refusal``."""
+    """Why a model can't drop tokens in a batch, as it must when a draft was wrong. ``computes`` as in ``refusal``."""
     cache = make_prompt_cache(model)
-    if not always_trims(cache):
-        return f"mlx-lm cannot cut its {kind_names(leaves(cache))} back"
-    if len(cache) != len(model.layers):
-        # mlx-lm tells the two models' caches apart by the number of layers.
-        return f"it has {len(cache)} caches for {len(model.layers)} layers"
+    if fault := _row_fault(cache):
+        return fault
+    if any(map(is_fixed, leaves(cache))):
+        return f"its {kind_names(filter(is_fixed, leaves(cache)))} cannot be cut back"
     if not computes:
         return ""
     straight = _prefilled(model, _LONG)
+    rows = BatchCache(cache)
     prefill(model, cache, _LONG[:-3])
-    prefill(model, cache, _SHORT)
-    take_back(cache, len(_SHORT))
-    prefill(model, cache, _LONG[-3:-1])
-    rows = [_logprobs(model, one, _LONG[-1]) for one in (straight, cache)]
-    apart = _distance(*rows)
+    with mx.stream(generation_stream):
+        rows.join(cache, len(_LONG) - 3)
+        for tokens, n_kept in ((_SHORT, 0), (_LONG[-3:-1], 2)):
+            rows.begin(len(tokens))
+            mx.eval(model(_row(tokens), cache=rows.layers))
+            rows.advance([n_kept])
+        back = rows.copy(0)
+    apart = _distance(*(_logprobs(model, one, _LONG[-1]) for one in (straight, back)))
     return "" if apart <= _TOLERANCE else f"cut back, its log-probabilities are off by {apart:.0%}"
+
+
+def _row_fault(cache: Sequence[Any]) -> str:
+    faulty = [layer for layer in leaves(cache) if not can_join(layer)]
+    return f"a batch cannot have its {kind_names(faulty)}" if faulty else ""
 
 
 def _together(model: Any, caches: Sequence[list[Any]]) -> list[list[tuple[int, mx.array]]]:

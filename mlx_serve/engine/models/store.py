@@ -31,7 +31,6 @@ from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate import trial
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.pooling import read_pooling
-from mlx_serve.engine.generate.single import SingleBackend
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.engine.load_errors import LoadError, loading, reading, too_large
 from mlx_serve.engine.memory import RESERVE_BYTES, Marks, MemoryBudget, MemoryUse
@@ -159,13 +158,13 @@ class ModelStore:
         with _loading(entry):
             self._fresh[name] = yield from self._read(entry)
 
-    def finish(self, name: str) -> BatchBackend | SingleBackend:
+    def finish(self, name: str) -> BatchBackend:
         """A backend for a model that was read. All ranks call this together. Raises ApiError."""
         entry = self._catalog.entry(name)
         if name in self._fresh:
             with _loading(entry):
                 self._loaded[name] = self._ready(entry, *self._fresh.pop(name))
-        backend = self._backend(self._loaded[name])
+        backend = BatchBackend(self._loaded[name], self._batch)
         self._keep_wired()
         return backend
 
@@ -205,11 +204,6 @@ class ModelStore:
 
     def _keep_wired(self) -> None:
         self._wired.keep(sum(self.weights_bytes(name) for name in self._loaded))
-
-    def _backend(self, loaded: Loaded) -> BatchBackend | SingleBackend:
-        if loaded.draft_model is not None:
-            return SingleBackend(loaded, self._batch)
-        return BatchBackend(loaded, self._batch)
 
     def _read(self, entry: ModelEntry) -> Generator[None, None, tuple[Any, Any]]:
         self._tokenizers.load(entry)
@@ -266,11 +260,15 @@ class ModelStore:
             computes=self._sharding is None,
             prompt_cache_bits=self._prompt_cache_bits,
         )
-        trimmable, may_serve = self._agree_on(entry, model, [always_trims(make_prompt_cache(model)), not refusal])
+        models = [model] if draft_model is None else [model, draft_model]
+        trims = all(always_trims(make_prompt_cache(one)) for one in models)
+        trimmable, may_serve = self._agree_on(entry, model, [trims, not refusal])
         if not may_serve:
             raise LoadError(f"cannot serve {entry.name}: {refusal or 'another rank says why in its log'}")
-        alone = "--draft-model" if draft_model is not None else trial.batch_fault(model, quantization)
+        alone = next(filter(None, (trial.batch_fault(one, quantization) for one in models)), "")
         (together,) = self._agree_on(entry, model, [not alone])
+        if draft_model is not None and not together:
+            raise LoadError(f"cannot serve {entry.name}: --draft-model does not work: {alone}")
         alone = "" if together else alone or "another rank cannot batch it"
         log.info("%s: %s", entry.name, f"one sequence at a time: {alone}" if alone else "sequences run together")
         return trimmable, alone
