@@ -11,6 +11,7 @@ from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, mak
 
 from mlx_serve.engine.cache.checkpoints import Checkpoint
 from mlx_serve.engine.cache.kinds import cut_back
+from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.prefix_tree import as_ids, common
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
@@ -462,6 +463,20 @@ def test_what_was_cut_back_goes_on_where_it_was_cut(kind):
     assert values.flatten().tolist() == [0, 1, 2, 8]
     assert layer.offset == 4
     assert layer.keys.shape[2] <= 3 + 256
+
+
+@pytest.mark.parametrize("kind", [KVCache, ConcatenateKVCache])
+def test_a_sequence_that_runs_alone_drops_wrong_drafts(kind):
+    numbers = mx.arange(300.0)[None, None, :, None]
+    alone, layer = LoneCache(), kind()
+    layer.update_and_fetch(numbers[..., :3, :], numbers[..., :3, :])
+    alone.join([layer], 3)
+    alone.begin(4)
+    layer.update_and_fetch(numbers[..., 3:7, :], numbers[..., 3:7, :])
+    alone.advance([1])
+    keys, values = layer.update_and_fetch(numbers[..., 7:8, :], numbers[..., 8:9, :])
+    assert keys.flatten().tolist() == [0, 1, 2, 3, 7]
+    assert values.flatten().tolist() == [0, 1, 2, 3, 8]
 
 
 @pytest.mark.parametrize("make", [batch_of, single_of])

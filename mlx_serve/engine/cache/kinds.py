@@ -22,7 +22,6 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    trim_prompt_cache,
 )
 
 # The types that may be written to a file and restored from one.
@@ -107,19 +106,24 @@ def snapshot(layer: Any) -> Any:
 
 
 def take_back(cache: list[Any], n_tokens: int) -> None:
-    """Remove the last ``n_tokens`` of a trimmable cache; mlx-lm keeps their space allocated."""
-    trim_prompt_cache(cache, n_tokens)
+    """Remove the last ``n_tokens`` of a trimmable cache; mlx-lm keeps their space allocated.
+
+    ConcatenateKVCache would keep the tokens too, and append the next ones after them.
+    """
+    for layer in leaves(cache):
+        layer.trim(n_tokens)
+        if isinstance(layer, ConcatenateKVCache):
+            layer.keys, layer.values = bare_state(layer)[:2]
 
 
 def cut_back(cache: list[Any], n_tokens: int) -> None:
     """Remove the last ``n_tokens`` of a copied cache, and the spare capacity. If n_tokens > 0, it must be trimmable.
 
-    mlx-lm keeps spare capacity, and the first write to a shared array would copy all of it. ConcatenateKVCache even
-    keeps the old tokens there, and appends the next ones after them.
+    mlx-lm keeps spare capacity, and the first write to a shared array would copy all of it.
     """
+    if n_tokens:
+        take_back(cache, n_tokens)
     for layer in leaves(cache):
-        if n_tokens:
-            layer.trim(n_tokens)
         if isinstance(layer, _GROWING) and not layer.empty():
             layer.keys, layer.values = bare_state(layer)[:2]
 
