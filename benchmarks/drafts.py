@@ -111,7 +111,8 @@ def measure(servers: list[Server], kind: str, n_clients: int, n_prompts: int, n_
         result.wall.append(with_drafts[1] / without[1])
         if without[2]:
             result.processor.append(with_drafts[2] / without[2])
-        note(f"{kind}, {n_clients} clients: {min(i + size, len(asked))} of {len(asked)} prompts")
+        ratios = ", ".join(f"{one[-1]:.2f}" for one in (result.wall, result.processor) if one)
+        note(f"{kind}, {n_clients} clients, {min(i + size, len(asked))} of {len(asked)} prompts: {ratios}")
     counts = _drafted(servers[0])
     result.n_drafted, result.n_accepted = counts[0] - drafted[0], counts[1] - drafted[1]
     return result
