@@ -291,10 +291,8 @@ class BatchBackend(LoadedBackend):
         prompts = [fresh[i] for i in chosen([prompt.n_left for prompt in fresh], n_overhead, n_tokens)]
         if not prompts:
             return 0
-        caches = [self._started(prompt, events) for prompt in prompts]
-        tokens = [prompt.ids[:-1].tolist() for prompt in prompts]
         started_s = self._clock()
-        filled = self.attempt(prompts[0].choice.job, lambda: prefill_together(self._model, caches, tokens))
+        filled = self.attempt(prompts[0].choice.job, lambda: self._fill_together(prompts, events))
         if isinstance(filled, Failed):
             # Each then runs alone, and fails alone.
             for prompt in prompts:
@@ -309,6 +307,10 @@ class BatchBackend(LoadedBackend):
             self._prompts.remove(prompt)
             self._prefilled.append(prompt)
         return n
+
+    def _fill_together(self, prompts: Sequence[RunningSequence], events: list[tuple[Job, Event]]) -> list[list[Any]]:
+        caches = [self._started(prompt, events) for prompt in prompts]
+        return prefill_together(self._model, caches, [prompt.ids[:-1].tolist() for prompt in prompts])
 
     def _ready(self) -> list[RunningSequence]:
         """The prompts that can advance: those that have begun, and those that gain nothing by waiting."""
