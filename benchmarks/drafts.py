@@ -1,13 +1,15 @@
-"""What ``--draft-ngram`` does to throughput, where answers repeat their prompts and where they don't.
+"""What drafts do to throughput, where answers repeat their prompts and where they don't.
 
-    python -m benchmarks.drafts [--model DIR] [--prompts 20] [--tokens 160] [--clients 1 4] [--quick] [--json FILE]
+    python -m benchmarks.drafts [--model DIR] [--draft-model DIR] [--prompts 20] [--tokens 160] [--clients 1 4]
+                                [--quick] [--json FILE]
 
 - code: a function of the standard library is to be repeated with another name.
 - json: sentences are to be said as JSON.
 - stories: nothing to repeat; sampled with a seed.
 
-Two servers, with and without the flag, get the same requests, a group of prompts at a time in turn. Ratios are of the
-tokens per second and per second of processor time, with drafts over without, in each pair of groups.
+Two servers, with and without ``--draft-ngram`` or the draft model, get the same requests, a group of prompts at a time
+in turn. Ratios are of the tokens per second and per second of processor time, with drafts over without, in each pair of
+groups.
 """
 
 from __future__ import annotations
@@ -142,6 +144,7 @@ def table(results: list[Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drafts", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="model directory (default: the demo model)")
+    parser.add_argument("--draft-model", type=Path, help="its drafts instead of --draft-ngram (see first_layers.py)")
     parser.add_argument("--prompts", type=int, default=20, help="of each kind (default: 20)")
     parser.add_argument("--tokens", type=int, default=160, help="of each answer (default: 160)")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4], help="(default: 1 4)")
@@ -151,10 +154,11 @@ def main() -> int:
     model = options.model.resolve() if options.model else children.demo_model()
     with ExitStack() as stack:
         servers = []
-        for flag in ("--draft-ngram", "--no-draft-ngram"):
+        drafts = ("--draft-model", str(options.draft_model.resolve())) if options.draft_model else ("--draft-ngram",)
+        for flags in (drafts, ("--no-draft-ngram",)):
             port = children.free_port()
-            command = children.our_command(model, port, flag)
-            servers.append(stack.enter_context(children.running(flag, command, model, port)))
+            command = children.our_command(model, port, *flags)
+            servers.append(stack.enter_context(children.running(flags[0], command, model, port)))
         others = watch_others([server.process.pid for server in servers])
         results = [
             measure(servers, kind, n_clients, options.prompts, options.tokens)

@@ -269,26 +269,6 @@ def test_an_exit_while_reasoning_leaves_the_grammar_for_good(vocabulary):
     assert not c.fault
 
 
-def test_a_restart_goes_back_to_the_beginning(vocabulary):
-    c = constraint(vocabulary, gate=BEHIND)
-    take(c, [UNTHINK, ord("a"), END])
-    c.restart()
-    take(c, [UNTHINK])
-    assert allowed(c) == {ord("a")}
-
-
-def test_after_a_restart_the_first_token_is_the_first_again(vocabulary):
-    c = constraint(vocabulary, gate=Gate(until=(UNTHINK,), detours=(THINK,)))
-    take(c, "ab")
-    c.restart()
-    assert c.taken == []
-    take(c, [THINK, 5])
-    assert ord("z") in allowed(c)
-    take(c, [UNTHINK])
-    assert allowed(c) == {ord("a")}
-    assert not c.fault
-
-
 def test_a_token_that_the_grammar_does_not_know_is_a_fault(vocabulary):
     c = constraint(vocabulary)
     take(c, "a!")

@@ -91,13 +91,6 @@ class Constraint:
         ahead._charge(started_s)
         return ahead
 
-    def restart(self) -> None:
-        """Forget all tokens, because a draft was rejected."""
-        self.taken.clear()
-        self._place = self._first_place()
-        if self._matcher is not None:
-            self._matcher.reset()
-
     def take(self, token: int) -> None:
         """Advance past ``token``, the next one of the output."""
         self.taken.append(token)

@@ -174,15 +174,6 @@ class _Masked:
             newest: list[int] = output[len(taken) :].tolist()  # type: ignore[assignment]
             for token in newest:
                 self._constraint.take(token)
-        elif n_output or taken:
-            self._replay(output.tolist())  # type: ignore[arg-type]
-
-    def _replay(self, output: list[int]) -> None:
-        # This happens only with a draft model, when some of its proposals were rejected.
-        if output != self._constraint.taken:
-            self._constraint.restart()
-            for token in output:
-                self._constraint.take(token)
 
 
 class _Draw:
