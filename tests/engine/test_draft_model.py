@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_serve.engine.backend import is_last
-from mlx_serve.engine.cache import rows
+from mlx_serve.engine.cache import banks
 from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.values import Started, TokenEvent
 from tests.engine.test_drafts_in_batch import PROMPTS, Always, drafting, job, replace_queue, step
@@ -68,7 +68,7 @@ class Session:
     ids=["plain", "windows", "quantized"],
 )
 def test_rows_that_join_leave_and_move_are_followed(make, quantization, monkeypatch):
-    monkeypatch.setattr(rows, "_FIRST_BANK", 32)
+    monkeypatch.setattr(banks, "_FIRST_BANK", 32)
     session = Session(make, quantization=quantization)
     for prompt, n in zip(PROMPTS * 3, [1, 40, 9, 60] * 3, strict=True):
         session.insert(job(prompt, n))

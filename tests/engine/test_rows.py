@@ -9,10 +9,12 @@ import pytest
 from mlx_lm.generate import generate_step, maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from mlx_serve.engine.cache.banks import bank_of, rows_bytes
+from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import Quantization, is_quantized
-from mlx_serve.engine.cache.rows import MAX_PASS, BatchCache, bank_of, can_join, rows_bytes
+from mlx_serve.engine.cache.rows import MAX_PASS, can_join
 from mlx_serve.engine.cache.size import KvSize
-from mlx_serve.engine.generate.bank import Row
+from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.rows import Rows
 from tests.engine import fuzz
 from tests.engine.test_trial import LATENT
@@ -277,7 +279,7 @@ def test_short_rows_do_not_pay_for_a_long_one():
 
 
 def test_rows_move_to_the_bank_of_their_length(monkeypatch):
-    monkeypatch.setattr("mlx_serve.engine.cache.rows._FIRST_BANK", 16)
+    monkeypatch.setattr("mlx_serve.engine.cache.banks._FIRST_BANK", 16)
     model = tiny_llama()
     rows, drawn = Rows(model), {}
     for n in (5, 12, 30, 100):

@@ -58,10 +58,10 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds checkpoints size rows lone form file index store writer reader state loading disk"
-    " prefix_tree prefixes",
+    "engine/cache": "kinds checkpoints size banks rows batch_cache lone form file index store writer reader state"
+    " loading disk prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length"
-    " draft_model bank rows trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring"
+    " draft_model row bank rows trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring"
     " embedding sequence sharing loaded batch",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
@@ -86,8 +86,10 @@ MAY_IMPORT_MLX = {
     "engine/cache/size.py",
     "engine/cache/checkpoints.py",
     "engine/cache/rows.py",
+    "engine/cache/batch_cache.py",
     "engine/generate/rows.py",
     "engine/generate/bank.py",
+    "engine/generate/row.py",
     "engine/cache/prefixes.py",
     "engine/generate/scoring.py",
     "engine/generate/embedding.py",

@@ -1,17 +1,11 @@
-"""KV caches of a batch. Each sequence has a row, and each row its own length, so no row is padded to another one.
+"""The cache of a layer for a batch. Each sequence has a row, and each row its own length: no row is padded to another.
 
-A row's tokens are at ``keys[row, :, :length]``. Joining writes one row and leaving moves the last row into the gap;
-the other rows are not copied. Dropping a row's last tokens only lowers its length. mlx-lm's batch caches align all
-rows at the right edge, and copy every row of every layer at each join and leave.
-
-``BatchCache`` has the layers, which mlx-lm's models use like its own caches: by ``offset``, ``update_and_fetch`` and
-``make_mask``. Worker thread.
+A row's tokens are at ``keys[row, :, :length]``. Dropping a row's last tokens only lowers its length. mlx-lm's models
+use these classes like its own caches: by ``offset``, ``update_and_fetch`` and ``make_mask``. Worker thread.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
@@ -27,16 +21,12 @@ from mlx_lm.models.cache import (
     create_attention_mask,
 )
 
-from mlx_serve.engine.cache.kinds import bare_state, leaves
+from mlx_serve.engine.cache.kinds import bare_state
 
 # The most tokens that a pass may add to a row.
 MAX_PASS = 16
 # Rows are allocated for a multiple of so many tokens.
 _STEP = 256
-# The most tokens of the rows in the first bank. Each further bank has rows up to four times as long: a bank takes the
-# memory of its longest row for each row, and the time of a pass for itself.
-_FIRST_BANK = 2048
-_TIMES_LONGER = 4
 
 
 def can_join(layer: Any) -> bool:
@@ -48,141 +38,7 @@ def can_join(layer: Any) -> bool:
     return type(layer) in (KVCache, QuantizedKVCache, ArraysCache)
 
 
-def bank_of(length: int) -> int:
-    """The bank for a row of ``length`` tokens."""
-    bank, most = 0, _FIRST_BANK
-    while length > most:
-        bank, most = bank + 1, most * _TIMES_LONGER
-    return bank
-
-
-def rows_bytes(size: Callable[[int], int], spans: Sequence[tuple[int, int]]) -> int:
-    """The most bytes that rows take while each grows from one length to another. ``size``: the bytes for a length.
-
-    A row costs what the longest row of its bank does, and a growing row passes through all banks on its way. What it
-    costs there is never more than in the last one, so each row counts once.
-    """
-    n_rows: dict[int, int] = defaultdict(int)
-    longest: dict[int, int] = defaultdict(int)
-    for first, last in spans:
-        n_rows[bank_of(last)] += 1
-        for bank in range(bank_of(first), bank_of(last) + 1):
-            longest[bank] = max(longest[bank], min(last, _FIRST_BANK * _TIMES_LONGER**bank))
-    return sum(n * size(longest[bank]) for bank, n in n_rows.items())
-
-
-class BatchCache:
-    """The caches of all layers. ``layers`` is what the model gets. ``lengths``: the tokens in each row."""
-
-    def __init__(self, like: Sequence[Any]) -> None:
-        """No rows yet. ``like``: the cache of a sequence that will join."""
-        self.layers: list[Any] = [_rows_like(layer) for layer in like]
-        self.lengths: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all rows, with the spare ones."""
-        return sum(rows.nbytes for rows in leaves(self.layers))
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of each row."""
-        return sum(rows.row_bytes for rows in leaves(self.layers))
-
-    @property
-    def spare_bytes(self) -> int:
-        """The bytes of the rows without a sequence."""
-        return sum(rows.row_bytes * rows.n_spare(len(self.lengths)) for rows in leaves(self.layers))
-
-    @property
-    def can_cut_back(self) -> bool:
-        """Whether the last tokens of a pass can be dropped."""
-        return not any(isinstance(rows, StateRows) for rows in leaves(self.layers))
-
-    def join(self, cache: Sequence[Any], length: int, max_spare: float = math.inf) -> None:
-        """Add a row with the ``length`` tokens of a sequence's ``cache``. Array by array, that cache is emptied.
-
-        If no row is free, a quarter is added, so that most joins copy no other row; but at most ``max_spare`` bytes.
-        """
-        n_rows = len(self.lengths)
-        n_spare = (n_rows + 1) // 4
-        if n_spare:
-            n_spare = int(min(n_spare, max(0, max_spare) // max(1, self.row_bytes)))
-        for rows, single in zip(leaves(self.layers), leaves(cache), strict=True):
-            rows.join(single, n_rows, length, n_spare)
-        self.lengths.append(length)
-
-    def leave(self, row: int, max_spare: float = math.inf) -> list[Any]:
-        """Remove a row, and return it as the cache of a single sequence. The last row takes its place.
-
-        The row that becomes free stays for another sequence. If free rows would take more than ``max_spare`` bytes,
-        they are given up instead, layer by layer, which copies the other rows.
-        """
-        last, length = len(self.lengths) - 1, self.lengths[row]
-        self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
-        trims = self.spare_bytes > max_spare
-        return [self._left(layer, row, length, trims=trims) for layer in self.layers]
-
-    def leave_all(self) -> list[list[Any]]:
-        """Remove all rows, and return them as the caches of single sequences. Layer by layer the batch is emptied."""
-        caches: list[list[Any]] = [[] for _ in self.lengths]
-        for layer in self.layers:
-            for row, length in enumerate(self.lengths):
-                caches[row].append(_single(layer, row, length, length))
-                mx.eval(caches[row][-1].state)
-            for rows in leaves([layer]):
-                rows.fit(0, 0)
-        self.lengths = []
-        return caches
-
-    def give_up_spare(self) -> None:
-        """Give up what no row needs. This copies all rows, an array at a time."""
-        for rows in leaves(self.layers):
-            rows.fit(len(self.lengths), max(self.lengths, default=0))
-
-    def _left(self, layer: Any, row: int, length: int, *, trims: bool) -> Any:
-        if isinstance(layer, CacheList):
-            return CacheList(*(self._left(part, row, length, trims=trims) for part in layer.caches))
-        n_left = len(self.lengths)
-        if not n_left:
-            return layer.leave_only(length)
-        single = layer.single(row, length, length)
-        mx.eval(single.state)
-        layer.leave(row, n_left)
-        longest, n_spare = max(self.lengths), 0 if trims else n_left // 4
-        if trims or layer.is_large(n_left, longest, n_spare):
-            layer.fit(n_left, longest, n_spare)
-        return single
-
-    def copy(self, row: int, n_tokens: int | None = None) -> list[Any]:
-        """A row as the cache of a single sequence, which shares no memory with the batch.
-
-        ``n_tokens``: only its first tokens. Raises ValueError if the rows can't be cut back.
-        """
-        length = self.lengths[row]
-        cache = []
-        for layer in self.layers:
-            cache.append(_single(layer, row, length, length if n_tokens is None else n_tokens))
-            mx.eval(cache[-1].state)
-        return cache
-
-    def begin(self, n_tokens: int) -> None:
-        """Prepare a pass that adds ``n_tokens``, at most ``MAX_PASS``, to each row."""
-        positions = _Positions(self.lengths, n_tokens)
-        for rows in leaves(self.layers):
-            rows.begin(positions)
-
-    def advance(self, n_tokens: Sequence[int]) -> None:
-        """Keep the first so many of the tokens that the pass added to each row."""
-        self.lengths = [length + n for length, n in zip(self.lengths, n_tokens, strict=True)]
-
-    def take_back(self, n_tokens: Sequence[int]) -> None:
-        """Remove the last so many tokens of each row, at most ``MAX_PASS``, which must be possible."""
-        self.lengths = [length - n for length, n in zip(self.lengths, n_tokens, strict=True)]
-
-
-class _Positions:
+class Positions:
     """Where the tokens of a pass go, and what they may see. All layers share one."""
 
     def __init__(self, lengths: Sequence[int], n_tokens: int) -> None:
@@ -242,7 +98,7 @@ class KvRows:
         self.offset: Any = 0
         # The rows, heads and slots for which there is memory.
         self._shape = (0, 0, 0)
-        self._positions: _Positions | None = None
+        self._positions: Positions | None = None
 
     # As mlx-lm's models use it.
 
@@ -295,7 +151,7 @@ class KvRows:
         """How many rows there are beside ``n_rows``."""
         return max(0, self._shape[0] - n_rows)
 
-    def begin(self, positions: _Positions) -> None:
+    def begin(self, positions: Positions) -> None:
         """Prepare a pass."""
         self._positions = positions
         self.offset = positions.start
@@ -505,7 +361,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         """There are no states beside those in use."""
         return 0
 
-    def begin(self, positions: _Positions) -> None:
+    def begin(self, positions: Positions) -> None:
         """Nothing to prepare: the states have no positions."""
 
     def join(self, single: ArraysCache, n_rows: int, length: int, n_spare: int) -> None:
@@ -542,18 +398,39 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         return cache
 
 
-def _rows_like(layer: Any) -> Any:
+def rows_like(layer: Any) -> Any:
+    """No rows yet, for caches like this one of a sequence."""
     if isinstance(layer, CacheList):
-        return CacheList(*map(_rows_like, layer.caches))
+        return CacheList(*map(rows_like, layer.caches))
     if isinstance(layer, ArraysCache):
         return StateRows(layer)
     return QuantizedKvRows(layer) if isinstance(layer, QuantizedKVCache) else KvRows(layer)
 
 
-def _single(layer: Any, row: int, length: int, n_tokens: int) -> Any:
+def single_of(layer: Any, row: int, length: int, n_tokens: int) -> Any:
+    """A copy of the first ``n_tokens`` of a row of ``length`` tokens, as mlx-lm's cache of one sequence."""
     if isinstance(layer, CacheList):
-        return CacheList(*(_single(part, row, length, n_tokens) for part in layer.caches))
+        return CacheList(*(single_of(part, row, length, n_tokens) for part in layer.caches))
     return layer.single(row, length, n_tokens)
+
+
+def leave_row(layer: Any, row: int, length: int, left: Sequence[int], *, trims: bool) -> Any:
+    """Remove a row of ``length`` tokens from a layer, and return it as mlx-lm's cache of one sequence.
+
+    ``left``: the lengths of the other rows, the last of which is now in its place. ``trims``: no row stays free.
+    """
+    if isinstance(layer, CacheList):
+        return CacheList(*(leave_row(part, row, length, left, trims=trims) for part in layer.caches))
+    n_left = len(left)
+    if not n_left:
+        return layer.leave_only(length)
+    single = layer.single(row, length, length)
+    mx.eval(single.state)
+    layer.leave(row, n_left)
+    longest, n_spare = max(left), 0 if trims else n_left // 4
+    if trims or layer.is_large(n_left, longest, n_spare):
+        layer.fit(n_left, longest, n_spare)
+    return single
 
 
 def _held(single: Any) -> tuple[Any, Any]:

@@ -20,14 +20,13 @@ from typing import Any, Literal
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import StepPlan, is_last
+from mlx_serve.engine.cache.banks import rows_bytes
 from mlx_serve.engine.cache.checkpoints import Checkpoint, cut, up_to
 from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
 from mlx_serve.engine.cache.prefixes import is_whole
-from mlx_serve.engine.cache.rows import rows_bytes
 from mlx_serve.engine.cache.size import bytes_of
-from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.draft_length import LENGTHS
 from mlx_serve.engine.generate.draft_model import Paired
 from mlx_serve.engine.generate.drafts import Chances, Lookup
@@ -35,6 +34,7 @@ from mlx_serve.engine.generate.embedding import Embedder, Embedding
 from mlx_serve.engine.generate.loaded import LoadedBackend
 from mlx_serve.engine.generate.prefill import prefill
 from mlx_serve.engine.generate.prefill_budget import PrefillBudget
+from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.rows import Rows
 from mlx_serve.engine.generate.scoring import Scoring
 from mlx_serve.engine.generate.sequence import Reusable, RunningSequence

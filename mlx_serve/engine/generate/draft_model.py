@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import cut_back, leaves
-from mlx_serve.engine.cache.rows import MAX_PASS, BatchCache
+from mlx_serve.engine.cache.rows import MAX_PASS
 
 # With so many unseen tokens a row is fed before they exceed a pass, together with the token that begins a draft.
 _MOST_UNSEEN = MAX_PASS - 1

@@ -16,12 +16,14 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import TokenBuffer, make_prompt_cache
 
+from mlx_serve.engine.cache.banks import bank_of
+from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import Quantization, is_quantized, leaves
 from mlx_serve.engine.cache.lone import LoneCache
-from mlx_serve.engine.cache.rows import BatchCache, bank_of
-from mlx_serve.engine.generate.bank import Bank, Row
+from mlx_serve.engine.generate.bank import Bank
 from mlx_serve.engine.generate.draft_length import DraftLength, Shape, Times
 from mlx_serve.engine.generate.draft_model import Chance, DraftRows
+from mlx_serve.engine.generate.row import Row
 
 # MLX's cache of freed buffers is emptied every so many steps.
 _CLEAR_EVERY = 512

@@ -13,7 +13,7 @@ from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
 from mlx_serve.engine.cache.loading import Loading
 from mlx_serve.engine.cache.prefix_tree import Ids
 from mlx_serve.engine.cache.prefixes import PromptPlace
-from mlx_serve.engine.generate.bank import Row
+from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
 
 

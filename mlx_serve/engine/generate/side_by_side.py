@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_serve.engine.cache.rows import BatchCache
+from mlx_serve.engine.cache.batch_cache import BatchCache
 
 
 def chosen(lengths: Sequence[int], n_overhead: float, n_tokens: int) -> list[int]:

@@ -18,6 +18,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_serve.engine.backend import ALIKE
+from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import (
     Quantization,
     is_fixed,
@@ -26,10 +27,10 @@ from mlx_serve.engine.cache.kinds import (
     leaves,
     packed,
 )
-from mlx_serve.engine.cache.rows import BatchCache, can_join
+from mlx_serve.engine.cache.rows import can_join
 from mlx_serve.engine.errors import one_line
-from mlx_serve.engine.generate.bank import Row
 from mlx_serve.engine.generate.prefill import prefill
+from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.rows import Rows
 
 # A model that lacks the tried ability raises one of these, or MLX does during the computation.
