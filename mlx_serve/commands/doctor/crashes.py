@@ -48,9 +48,8 @@ def findings(
     for death in deaths[:_MOST]:
         yield _of_death(death, [found for found in reports if abs(found.at - death.at) < _HOUR_S])
     if len(deaths) > _MOST:
-        yield Finding(
-            "note", "crashes", f"there are {len(deaths) - _MOST} more of the last week in {deaths[0].path.parent}"
-        )
+        more = f"the server process died {len(deaths) - _MOST} more times in the last week"
+        yield Finding("note", "crashes", more, f"all that is known: {deaths[0].path.parent}")
     # A panic ends the parent too, so it leaves no report of a death.
     for panic in [found for found in reports if found.kind == "panic"][:_MOST]:
         yield _of_panic(panic)
