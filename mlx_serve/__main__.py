@@ -28,7 +28,7 @@ def run() -> NoReturn:
 
 
 def _open_standard_descriptors() -> None:
-    """One that was closed when this process was started would be given to a socket, and what goes to stderr with it."""
+    """Open stdin, stdout and stderr if they are closed: a socket could get their numbers, and then what stderr gets."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

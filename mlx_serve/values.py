@@ -300,10 +300,12 @@ class Job:
 
     With ``inputs`` nothing is generated: they are embedded one after another, and ``prompt`` is the longest of them.
     ``priority``: smaller is earlier, as in vLLM. ``scope``: only jobs of the same one share KV caches. ``prediction``:
-    what the output may look like, from which it is drafted. Six fields change: ``arrived_s`` (monotonic) is set when
-    the job is queued; ``cancelled`` is set once, by any thread, and read by the engine's; ``n_prefilled``, the prompt
-    tokens in the job's KV cache, ``n_output``, its tokens so far, and ``n_accepted`` and ``n_rejected``, the tokens
-    that were drafted from the prediction and were right and wrong, are set by the engine's and read by any.
+    a text that the output may repeat; tokens are drafted from it.
+
+    Six fields change. ``arrived_s`` (monotonic) is set when the job is queued. Any thread may set ``cancelled``, once,
+    and the engine's reads it. The engine's thread sets the others and any thread reads them: ``n_prefilled``, the
+    prompt tokens in the job's KV cache; ``n_output``, its tokens so far; ``n_accepted`` and ``n_rejected``, the tokens
+    drafted from the prediction that were right and wrong.
     """
 
     model: str
@@ -366,7 +368,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a whole request. The last two are of tokens that were drafted from its prediction."""
+    """Token counts of a whole request. The last two count tokens that were drafted from its prediction."""
 
     prompt_tokens: int
     completion_tokens: int

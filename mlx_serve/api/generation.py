@@ -262,7 +262,7 @@ class _Choice:
 
     def usage(self) -> Usage:
         """So far."""
-        # A draft may have been right beyond the stop string that ended the answer.
+        # Right drafts behind the stop string that ended the answer do not count.
         n_accepted = min(self.job.n_accepted, self.n_tokens)
         n_prompt = len(self.job.prompt.tokens)
         return Usage(n_prompt, self.n_tokens, self.n_cached, self.n_reasoning, n_accepted, self.job.n_rejected)

@@ -85,7 +85,7 @@ class GenerationRequest:
     # Smaller is earlier.
     priority: int = 0
     cache_salt: str | None = None
-    # What the answer may look like; "": the client does not know.
+    # A text that the answer may repeat; "": none.
     prediction: str = ""
     # These may only name the adapters and draft model that the server was started with.
     adapters: str | None = None

@@ -51,7 +51,7 @@ def prediction_tokens(
         return ()
     check = length_check(request, context_tokens(services, entry), "prediction", "prediction")
     check(len(text) // tokenizer.max_token_chars)
-    # As an answer has them: a control token that is spelled out in it is text.
+    # Encoded as an answer is: a control token that is spelled out in the prediction is text.
     return tuple(tokenizer.encode(guard_of(tokenizer, is_own=False).text(text), special=False, check=check))
 
 

@@ -63,7 +63,7 @@ class Supervisor:
         self._link = link
         self._lock = Lock()
         self._unsent = b""
-        # What holds now: its states, and the requests that run. Told again after messages were dropped.
+        # The messages that hold now: the process's states and running requests. Sent again when some were lost.
         self._holds: dict[tuple[str, str], bytes] = {}
         self._is_behind = False
         self._engine: Engine | None = None

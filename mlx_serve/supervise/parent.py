@@ -37,7 +37,7 @@ _LOOK_S = 1.0
 _REAP_S = 0.02
 # After SIGABRT a process that hangs may write its stacks for so long; one that is ending may take so long.
 _LAST_WORDS_S = 5.0
-# A process that was told to end may end by these.
+# The signals that end a process which was told to end. They are no death to report.
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What it wrote before its end is read in so many pieces: more than the system keeps.
 _LAST_READS = 16

@@ -14,7 +14,7 @@ MOST_QUICK = 3
 _LONGEST_PAUSE_S = 30.0
 # A busy process may miss a few beats.
 _LEAST_SILENT_S = 5.0
-# A process that was told to end is given up on sooner: launchd and systemd wait for little more than its requests.
+# The time-out for a process that was told to end. It is short, as launchd and systemd wait little longer than requests.
 _MOST_SILENT_ENDING_S = 10.0
 
 
@@ -99,7 +99,7 @@ def hang(overdue_s: float, work: str, silent_s: float, timeout_s: float, *, is_e
     """Why the server process counts as hanging; "" if it does not.
 
     ``overdue_s``: how long the MLX thread has been at work that takes far longer than its last pieces; 0: it is not.
-    ``is_ending``: it was told to end. It then has limits of its own for its work, if it runs at all.
+    ``is_ending``: the process was told to end. It then limits its work itself, so only its silence counts.
     """
     if not timeout_s:
         return ""

@@ -31,9 +31,9 @@ def wanted(flags: Sequence[str], environ: Mapping[str, str]) -> Config | None:
 
 
 def check_alone(environ: Mapping[str, str]) -> None:
-    """Raises StartError if this process is one of several ranks, before it has joined the others.
+    """Raise StartError if this process is one of several ranks. It has not joined the others yet.
 
-    After a death of one rank, the others would wait for its old process.
+    A parent would start a rank again after its death, while the others wait for the old process.
     """
     if environ.get(_RANK) or any(environ.get(name, "1") not in ("", "0", "1") for name in _RANK_COUNTS):
         raise StartError(

@@ -10,7 +10,7 @@ from mlx_serve.engine.cache.kinds import Quantization
 from mlx_serve.engine.cache.rows import QuantizedKvRows
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import trial
-from tests.engine.tinymodel import CONFIG, EOS, VOCAB_SIZE, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import CONFIG, EOS, LFM2, VOCAB_SIZE, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 # The models of mlx-lm 0.32 that can't run in a batch, and what the trial says of them.
 ARCHITECTURES = {
@@ -100,24 +100,7 @@ LATENT = {
     "first_k_dense_replace": 2,
 }
 # A recurrent state in one layer, a KV cache in the other.
-HYBRID = {
-    "model_type": "lfm2",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "norm_eps": 1e-5,
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "block_dim": 128,
-    "block_multiple_of": 8,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
-    "block_ff_dim": 64,
-    "layer_types": ["conv", "full_attention"],
-}
+HYBRID = LFM2 | {"hidden_size": 128, "block_dim": 128}
 
 
 def greedy(model, prompt, n):

@@ -44,9 +44,10 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A greedy answer. For each token where its text starts, in characters, and by how much the model preferred it.
+    """A greedy answer.
 
-    ``margins``: the log-probability of the token minus that of the next best one.
+    ``starts``: for each token, the character of the text at which it starts. ``margins``: for each token, its
+    log-probability minus that of the next best token.
     """
 
     text: str

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_serve import blas
 from mlx_serve.demo.model import ensure_demo_model
 
-# Of each prompt, and of each answer: enough for every kernel to be compiled.
+# The warm-up's tokens of each prompt and of each answer: enough for MLX to compile every kernel.
 _WARM_UP_INPUT, _WARM_UP_OUTPUT = 8, 2
 
 
@@ -47,7 +47,7 @@ def texts(model: Any, tokenizer: Any, task: dict[str, Any]) -> list[dict[str, An
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, limit: int) -> dict[str, Any]:
-    """One of them. Its text has no control tokens, which no server sends."""
+    """The greedy continuation of one prompt. Its text has no control tokens, because servers send none."""
     import mlx.core as mx
     from mlx_lm import stream_generate
 

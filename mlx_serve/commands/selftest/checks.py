@@ -30,15 +30,15 @@ from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.supervise import report
 
 TOGETHER = 8
-# In log-probability, how much mlx-lm may prefer its own token where an answer parts. In bfloat16, logits of 16 to 32
-# are 1/8 apart, and a few roundings come together.
+# Where an answer first differs from mlx-lm's, mlx-lm may prefer its own token by so much log-probability. In bfloat16,
+# logits of 16 to 32 are 1/8 apart, and a few roundings add up.
 _NEAR_TIE = 0.5
-# The part of the answers, on average, before they part.
+# The share of an answer, on average, that must equal mlx-lm's.
 _LEAST_AGREEMENT = 0.5
 _STREAMS = 4
 # Beside a long prompt a stream may pause so long, or for so many of its usual gaps where that is more.
 _MOST_PAUSE_S, _MOST_GAPS = 1.0, 10
-# The tokens of a slice of a prompt on a slow machine, which a pause may be long for too.
+# A pause may also last as long as a slice of so many prompt tokens takes on a slow machine.
 _SLICE_TOKENS = 128
 # A first peak over the memory's bound that is still good.
 _MOST_PEAK = 1.05
@@ -107,7 +107,7 @@ def _compared(name: str, texts: Sequence[str], asked: Sequence[AskedText]) -> Ch
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where an answer parts from mlx-lm's: after which share of it, and by how much mlx-lm preferred its own token."""
+    """Where an answer first differs from mlx-lm's: the share before it, and how much mlx-lm preferred its own token."""
 
     share: float
     margin: float
@@ -118,7 +118,7 @@ class Parting:
 
 
 def parting(text: str, wanted: Continuation) -> Parting | None:
-    """None if a text is the wanted one. Blanks around them do not count, nor does a character that is only begun."""
+    """None if a text is the wanted one. Blanks around both and an incomplete last character are ignored."""
     text, whole = (each.rstrip("\ufffd").strip() for each in (text, wanted.text))
     if text == whole:
         return None
@@ -145,7 +145,7 @@ def _in_pieces(body: bytes) -> Iterator[bytes]:
 
 
 def _posted(where: Place, body: bytes | Iterator[bytes]) -> tuple[int, str]:
-    """The status, and the text or the error. Bytes get a Content-Length, an iterator goes in chunks."""
+    """The status, and the text or the error. Bytes are sent with a Content-Length, an iterator in chunks."""
     connection = where.connection()
     try:
         is_chunked = not isinstance(body, bytes)
@@ -162,14 +162,14 @@ def _posted(where: Place, body: bytes | Iterator[bytes]) -> tuple[int, str]:
 
 
 def beside_a_long_prompt(target: LoadTarget, prompt: str, n_stream: int, long: str, prompt_rate: float) -> CheckResult:
-    """The pauses of streams while a long prompt is read. They end with it, or after ``n_stream`` tokens.
+    """The pauses of streams while a long prompt is read. The streams end with the prompt, or after ``n_stream`` tokens.
 
-    ``prompt_rate``: the machine's, in tokens per second.
+    ``prompt_rate``: how many prompt tokens the machine reads per second.
     """
     heard: list[list[float]] = [[] for _ in range(_STREAMS)]
     begun = [threading.Event() for _ in heard]
     ending = Connections()
-    # An answer must not end before, nor go on with control tokens, which are no text.
+    # Keep the streams going while the prompt is read, and with text: control tokens are not sent.
     lasting = replace(target, fields={**target.fields, "min_tokens": n_stream})
 
     def one(times: list[float], has_begun: threading.Event) -> None:
@@ -219,7 +219,7 @@ _LONG_NAME = "a long prompt beside streams"
 
 
 def _gaps_between(times: Sequence[float], began: float, ended: float) -> list[float]:
-    """The gaps of a stream that touch the time between; the last one may still last at its end."""
+    """The gaps of a stream that overlap a period, and the time since its last text if that came before the end."""
     found = [late - early for early, late in pairwise(times) if late > began and early < ended]
     return found if not times or times[-1] >= ended else [*found, ended - times[-1]]
 

@@ -36,11 +36,11 @@ _BEGINNINGS = (
     "The shortest proof that there are infinitely many primes",
 )
 _N_ALONE = 4
-# What measures the machine: a prompt of so many words, and answers of so many tokens.
+# The trial that measures the machine: words of its prompt, tokens of its answers.
 _TRIAL_INPUT, _TRIAL_OUTPUT = 128, 8
-# The process loads the model so often after the first answers: the server, after its death, and mlx-lm again.
+# Loads of the model that follow mlx-lm's first answers: by the server, by the server after its death, by mlx-lm again.
 _MORE_LOADS = 3
-# Streams beside the long prompt have at most this part of the context, and so many tokens.
+# The most tokens of a stream beside the long prompt: a share of the context, and a number.
 _STREAM_SHARE, _STREAM_TOKENS = 0.25, 2048
 _UNKNOWN_CONTEXT = 2048
 _SEED = 1
@@ -118,7 +118,7 @@ class _Run:
     # The server.
 
     def of_server(self, server: TestedServer, asked: Sequence[AskedText]) -> dict[int, _Load]:
-        """All that is asked of it; the rounds of load are for ``of_mlx_lm``."""
+        """All checks of the server. Returns the rounds of load, which ``of_mlx_lm`` repeats."""
         speed, budget = self._speed, self._budget
         with Client(server.where) as client:
             model = client.first_model()
@@ -154,11 +154,11 @@ class _Run:
         return loads
 
     def _loads(self, target: LoadTarget, context: int) -> dict[int, _Load]:
-        """The rounds of load, each with as much of the time as it needs compared with those that follow."""
+        """Run the rounds of load. Each gets a share of the time left, in proportion to its full cost."""
         done: dict[int, _Load] = {}
         for i, n_clients in enumerate(sizes.LEVELS):
             full_s = [sizes.full_round_s(self._speed, n) for n in sizes.LEVELS[i:]]
-            # mlx-lm needs as long as the server for what was done, and for what is to be done.
+            # mlx-lm will repeat all rounds, and needs as long as the server.
             owed_s = sum(load.summary.seconds for load in done.values())
             share_s = self._budget.left_s(2 * self._speed.load_s + owed_s) * full_s[0] / sum(full_s) / 2
             size = sizes.round_size(n_clients, self._budget.part(share_s, full_s[0]), context)
@@ -194,7 +194,7 @@ class _Run:
         return self._found.speed
 
     def _paced(self, expected_s: float, work: Callable[[], Any]) -> Any:
-        """Does it, and notes for the checks to come how long it took."""
+        """Do the work, and note how long it took, for the sizes of the checks to come."""
         began = self._budget.spent_s
         done = work()
         self._budget.note(expected_s, self._budget.spent_s - began)

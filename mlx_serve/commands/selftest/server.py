@@ -26,9 +26,9 @@ _READY = re.compile(r"ready: (http://\S+)")
 # What the parent of a supervised server logs.
 _CHILD = re.compile(r"the server process is (\d+)")
 _STOP_TIMEOUT_S = 60.0
-# Behind the user's flags, so that the address and the log can be found.
+# These follow the user's flags and win over them, so that the self-test knows the address and finds the log.
 _OWN_FLAGS = ("--supervise", "--host", "127.0.0.1", "--port", "0", "--log-level", "INFO", "--log-format", "text")
-# What would make it listen elsewhere, or in another way.
+# Flags of the user that would change where or how the server listens.
 _OTHERS_FLAGS = ("uds", "tls_cert")
 # How much of a failed server's log is shown.
 _MOST_LINES = 20
@@ -82,7 +82,7 @@ def serving(flags: Sequence[str], log: IO[str]) -> Iterator[TestedServer]:
         )
         try:
             url, child = _started(process, log)
-            # Its death is part of the test: the user's own folder of reports does not get it.
+            # The self-test kills the server. Its report must not go to the user's own folder.
             yield TestedServer(place(url, key), child, report.folder(environ))
         finally:
             _end(process)

@@ -15,18 +15,18 @@ _REQUESTS = {1: 4, 4: 8, 16: 32}
 LEVELS = tuple(_REQUESTS)
 _INPUT_TOKENS, _OUTPUT_TOKENS = 256, 64
 _LEAST_INPUT, _LEAST_OUTPUT = 16, 4
-# Of the context, where that is small.
+# The most input and output tokens of a request, as shares of the context.
 _MOST_INPUT, _MOST_OUTPUT = 0.5, 0.25
 # The greedy answers' lengths, in turn, so that those of a batch end at different steps.
 _ANSWER_TOKENS = (32, 64, 96)
 _LEAST_ANSWER = 4
-# What an answer costs besides, in tokens: its prompt, and the token that mlx-lm computes ahead.
+# An answer costs so many tokens more: for its prompt, and for the token that mlx-lm computes ahead.
 _MORE_TOKENS = 3
-# The long prompt's part of the context, at most so many tokens.
+# The long prompt's tokens: a share of the context, at most and at least so many.
 _LONG_SHARE, _LONG_TOKENS, _LEAST_LONG = 0.5, 16_000, 128
-# Reading a long prompt, at least this part of the time goes to it; the rest goes to the streams.
+# While a long prompt is read, at least this share of the time goes to it; the rest goes to the streams.
 _PROMPT_SHARE = 0.5
-# Which part of what is left goes to the answers, and then to the long prompt; the rounds of load get the rest.
+# The shares of the time left that go to the answers, and then to the long prompt; the rounds of load get the rest.
 ANSWERS_SHARE, LONG_PROMPT_SHARE = 0.4, 0.25
 
 

@@ -1,4 +1,4 @@
-"""The cache of a batch of one, for models whose caches can't be rows. It is used as ``rows.BatchCache`` is."""
+"""The cache of a batch of one, for models whose caches can't be rows. Used like ``batch_cache.BatchCache``."""
 
 from __future__ import annotations
 

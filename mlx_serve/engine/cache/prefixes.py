@@ -145,7 +145,7 @@ class PrefixCache:
         self._pins: dict[Hashable, _KeptPrefix] = {}
         # What each owner will take over. Others may still copy it.
         self._claims: dict[Hashable, _KeptPrefix] = {}
-        # What each paused owner has left. Like all that decides what is dropped, it is the same on all ranks.
+        # The cache that each paused owner has left here. It is the same on all ranks, as eviction depends on it.
         self._left: dict[Hashable, _KeptPrefix] = {}
         self._n_added = 0
         self.n_bytes = 0
@@ -288,7 +288,7 @@ class PrefixCache:
             self._claims[owner] = entry
 
     def unpin(self, owner: Hashable) -> None:
-        """Give up the owner's pin or claim, if it has one, and what it has left."""
+        """Give up the owner's pin or claim, if it has one, and the cache that it left when it paused."""
         self._let_go(owner)
         self._left.pop(owner, None)
         if (place := self._places.pop(owner, None)) is not None:

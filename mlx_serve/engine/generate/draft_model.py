@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import cut_back, leaves
 from mlx_serve.engine.cache.rows import MAX_PASS
+from mlx_serve.engine.generate.drafts import n_common
 
 # With so many unseen tokens a row is fed before they exceed a pass, together with the token that begins a draft.
 _MOST_UNSEEN = MAX_PASS - 1
@@ -37,20 +38,20 @@ class Paired:
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """Logits of shape (rows, tokens, vocab) for inputs of shape (rows, tokens)."""
         logits: mx.array = self._model(inputs, cache=cache[: self._n_layers])
-        # Its logits are not computed: nobody asks for more than its cache.
+        # Only its cache is needed, so MLX never computes its logits.
         self._draft_model(inputs, cache=cache[self._n_layers :])
         return logits
 
 
 class Chance:
-    """How likely it is that the draft model's next token is right, by what came lately. Before: as in its ``like``."""
+    """How likely the draft model's next token is right. ``like``: where it begins, and what learns the same."""
 
     def __init__(self, value: float = 0.0, like: Chance | None = None) -> None:
         self.value: float = value if like is None else like.value
         self._like = like
 
     def note(self, n_right: int, *, is_wrong: bool) -> None:
-        """So many tokens were right, one after the other, and then one was wrong, or none."""
+        """``n_right`` tokens in a row were right; ``is_wrong``: the next one was wrong."""
         for is_right in [*[True] * n_right, *[False] * is_wrong]:
             self.value += _WEIGHT * (is_right - self.value)
         if self._like is not None:
@@ -69,12 +70,12 @@ class Drafted(Protocol):
 
 
 class DraftRows:
-    """The draft model's part of a bank: a row for each row of the bank, with its first tokens. The rest is unseen."""
+    """The draft model's part of a bank: a row for each row of the bank. Last tokens that it lacks are unseen."""
 
     def __init__(self, model: Any, cache: BatchCache) -> None:
         self._model = model
         self.cache = cache
-        # By row: what was proposed for the pass that is under way.
+        # By row: the tokens proposed for the running pass.
         self._proposed: list[list[int]] = []
         # What the draft model expected behind fed tokens, shape (rows, tokens), and each row's chance and tokens.
         self._expected: tuple[mx.array, list[tuple[Chance, list[int]]]] | None = None
@@ -94,7 +95,7 @@ class DraftRows:
         return self._completed(self.cache.leave(index, max_spare), unseen)
 
     def follow(self, rows: Sequence[Drafted]) -> None:
-        """Begin to feed what is unseen, if it has become so much."""
+        """Feed the unseen tokens to the draft model once a row has ``_MOST_UNSEEN``. Does not wait for the pass."""
         while max(map(len, self._unseen(rows))) >= _MOST_UNSEEN:
             self._compare()
             mx.async_eval(self._feed(rows, [tokens[:MAX_PASS] for tokens in self._unseen(rows)]))  # type: ignore[no-untyped-call]
@@ -115,10 +116,10 @@ class DraftRows:
         return self._proposed
 
     def settle(self, rows: Sequence[Drafted], following: Sequence[Sequence[int]]) -> None:
-        """Drop what was wrong of the proposals. ``following``: what came, up to the token that was drawn last."""
+        """Drop wrong proposals. ``following``: for each row, the tokens that came, up to the one drawn last."""
         surplus = []
         for row, proposed, came in zip(rows, self._proposed, following, strict=False):
-            n_right = _n_common(proposed, came)
+            n_right = n_common(proposed, came)
             row.guesses.note(n_right, is_wrong=n_right < min(len(proposed), len(came)))
             # The last proposal was not fed to the draft model, and the last token that came was not fed to the model.
             n_fed = len(proposed) - 1
@@ -128,7 +129,7 @@ class DraftRows:
         self._proposed = []
 
     def _completed(self, cache: list[Any], unseen: Sequence[int]) -> list[Any]:
-        """The cache of a single sequence with the tokens that it lacks."""
+        """The cache of a single sequence, after the draft model has taken the unseen tokens."""
         if unseen:
             self._model(mx.array([unseen]), cache=cache)
             mx.eval([layer.state for layer in cache])
@@ -158,9 +159,3 @@ class DraftRows:
             for guess, token in zip(guesses, tokens[1:], strict=False):
                 chance.note(int(guess == token), is_wrong=guess != token)
         self._expected = None
-
-
-def _n_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their start."""
-    pairs = zip(tokens, others, strict=False)
-    return next((n for n, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))

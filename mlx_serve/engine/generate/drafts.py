@@ -23,7 +23,7 @@ _TOKEN_BITS = 20
 _MOST_MATCHED = 16
 # Where a guess is from.
 Source: TypeAlias = Literal["text", "prediction", "grammar"]
-# Before a guess was checked, it is taken to be right so often, as if so many had been checked.
+# The chance of guesses that were never checked, and how many checked guesses it counts as.
 _FIRST_CHANCE: Mapping[Source, tuple[float, float]] = {
     "text": (0.0, 2.0),
     "prediction": (0.8, 4.0),
@@ -105,8 +105,8 @@ class Lookup:
         self._text = _Text(tokens) if tokens is not None else None
         self._prediction = prediction
         self._chances = chances if chances is not None else Chances()
-        # What a grammar makes of the guesses that follow, None where it leaves them, and how many tokens up to here
-        # were what it forced.
+        # What a grammar puts in the place of the next guesses (None: it keeps a guess), and how many tokens up to here
+        # it forced one after another.
         self._changed: list[int | None] = []
         self._n_forced = 0
 
@@ -132,9 +132,9 @@ class Lookup:
         return self._draft(n_tokens)[2]
 
     def change(self, tokens: Sequence[int]) -> None:
-        """A grammar makes this of the draft. It may begin as the draft does."""
+        """A grammar has changed the draft to these tokens. They may begin as the draft does."""
         draft = self._draft(len(tokens))[2]
-        n_same = next((i for i, pair in enumerate(zip(draft, tokens, strict=False)) if pair[0] != pair[1]), len(draft))
+        n_same = n_common(draft, tokens)
         self._changed = [None] * n_same + list(tokens[n_same:])
 
     def force(self, tokens: Sequence[int]) -> None:
@@ -218,6 +218,12 @@ class _Text:
         for n, key in enumerate(self._ends, 1):
             if (position := self._followers.get(key)) is not None:
                 self._place, self._n_matched = position, n
+
+
+def n_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their start."""
+    pairs = zip(tokens, others, strict=False)
+    return next((n for n, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
 
 def _with(ends: Sequence[int], token: int) -> list[int]:

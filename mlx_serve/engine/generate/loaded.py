@@ -1,4 +1,4 @@
-"""The common base of the backends: kept prefixes, and steps whose prefill is planned by time."""
+"""The base of the backend: kept prefixes, and steps whose prefill is planned by time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LoadedBackend(Backend):
         self._in_line: dict[Job, Ids] = {}
         # The jobs that were pinned last, and the state of the kept prefixes then.
         self._pinned: tuple[list[Job], int] = [], -1
-        # Those of a former backend, which failed.
+        # A former backend that failed has left pins.
         loaded.prefix_cache.forget_jobs()
 
     @property
@@ -54,14 +54,6 @@ class LoadedBackend(Backend):
     @property
     def n_evicted(self) -> int:
         return self._loaded.prefix_cache.n_evicted
-
-    @property
-    def n_drafted(self) -> int:
-        return 0
-
-    @property
-    def n_accepted(self) -> int:
-        return 0
 
     def pin(self, jobs: Sequence[Job]) -> None:
         state = [*jobs], self._loaded.prefix_cache.version

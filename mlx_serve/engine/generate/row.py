@@ -61,7 +61,7 @@ class Row:
         return draft
 
     def guess_within_grammar(self, token: int | None = None) -> None:
-        """Find out what the row's grammar forces behind ``token``; None: what the running pass draws."""
+        """Find out what the row's grammar forces behind ``token``; None: behind the fed tokens, in the running pass."""
         if self.grammar is not None and self.lookup is not None:
             self.lookup.force(self.grammar.guess(self.tokens, token))
 
@@ -78,7 +78,7 @@ class Row:
         return self.lookup.draft(n_tokens) if self.lookup is not None and self.was_looked_up and n_tokens else []
 
     def learn(self, token: int) -> None:
-        """The token that will be fed next was read."""
+        """Note the token that will be fed next."""
         if self.lookup is not None and not self.knows_next:
             self.lookup.add(token)
         self.knows_next = True

@@ -65,7 +65,8 @@ class LoadedModels:
         self.served = False
         # The counts of models that are no longer in memory: evictions, drafted and accepted tokens.
         self._before = (0, 0, 0)
-        # The evictions that a model's new backend will count again: its prefixes are those of the one that failed.
+        # Evictions that were counted before a model's backend failed. Its new backend has the same prefixes, and counts
+        # them again.
         self._n_known: dict[str, int] = {}
         # How often a job was paused.
         self.n_preemptions = 0

@@ -18,14 +18,14 @@ from mlx_serve.engine.schedule.loaded_models import LoadedModels, Slot
 from mlx_serve.engine.schedule.queue import rank
 from mlx_serve.values import ApiError, Job
 
-# This part of the limit (a 32nd) is kept free of prefixes that no job in line will use. A sequence that ends is copied
-# while the others stay where they are, arrays grow while the old ones are there, and free rows wait for sequences.
+# A 32nd of the limit is kept free of prefixes that no job in line will use. It is needed when a sequence that ends is
+# copied beside the others, when arrays grow beside the old ones, and for free rows.
 _SLACK = 32
 # Most agents come back within so many seconds, with the result of a tool.
 _SOON_S = 120.0
-# A job of whose prompt at most this part is missing continues what is kept.
+# A job continues a kept prefix if at most this share of its prompt is missing there.
 _CONTINUES = 0.5
-# The part of the time that the prompts may take to compute which displace kept prefixes.
+# Computing prompts that displace kept prefixes may take this share of the time.
 _PART = 0.25
 
 
@@ -67,8 +67,8 @@ class Room:
         """Whether prefixes that others are likely to use soon may be evicted for a job, if that is needed.
 
         Where not all conversations fit, each turn would evict the prefix of another, and all of them would be computed
-        again at every turn. So those go on whose prefixes are kept, and one whose prompt must be computed takes the
-        place of one of them only as often as these computations take a part of the time.
+        again at every turn. So conversations whose prefixes are kept go first. Another one may take the place of one of
+        them as soon as all such computations together have taken no more than a share of the time.
         """
         limit = self._models.kv_limit(list(self._loaded.slots))
         if limit is None or job in slot.paused:
