@@ -105,7 +105,7 @@ class Backend(Protocol):
         """Say which jobs come next, in order. The prefixes that they will use are pinned: evicted last."""
 
     def missing(self, job: Job) -> tuple[int, float]:
-        """How many tokens of a waiting job's prompt no kept prefix covers, and about how many seconds they take.
+        """How many tokens of a waiting job's prompt must be computed for it alone, and in about how many seconds.
 
         None where prefixes that were evicted come back from disk.
         """

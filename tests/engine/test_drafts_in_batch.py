@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from queue import SimpleQueue
 from types import MappingProxyType
 
@@ -255,3 +256,25 @@ def test_a_step_may_give_several_tokens_of_a_job():
     assert tokens == [4] * 20
     assert n_steps < 12
     assert backend._rows.n_accepted >= 10
+
+
+def test_a_bank_that_drafts_nothing_keeps_no_other_from_it(monkeypatch):
+    monkeypatch.setattr("mlx_serve.engine.cache.banks._FIRST_BANK", 512)
+    whole = replace(loaded(tiny_llama()), eos_ids=frozenset())
+    long, answer = job([9, 8, 7] * 200, 400), 150
+    ((*tokens,),) = run(
+        BatchBackend(replace(whole, prefix_cache=PrefixCache(0, None)), BatchOptions()), [job(PROMPTS[0], answer)]
+    )
+    predicted = replace_queue(job(PROMPTS[0], answer), [token for token, *_ in tokens])
+    backend = BatchBackend(replace(whole, prefix_cache=PrefixCache(0, None)), BatchOptions())
+    # Each reading of the clock is a second later, so a step costs the same with drafts and without.
+    backend._rows._clock = map(float, count()).__next__
+    for one in (long, predicted):
+        backend.insert(one)
+    n_steps = n_banks = 0
+    while predicted.n_output < answer and n_steps < answer:
+        n_steps += 1
+        n_banks = max(n_banks, len(backend._rows._banks))
+        predicted.n_output += sum(one is predicted and not isinstance(event, Started) for one, event in step(backend))
+    assert n_banks == 2
+    assert n_steps < answer / 4

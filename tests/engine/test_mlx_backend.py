@@ -252,6 +252,14 @@ def test_ids_outside_of_the_vocabulary_never_reach_mlx(model, make, prompt, samp
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+def test_predicted_ids_outside_of_the_vocabulary_never_reach_mlx(model):
+    one = job([1])
+    one.prediction = (2, VOCAB_SIZE)
+    with pytest.raises(ApiError) as caught:
+        batch_of(model).insert(one)
+    assert (caught.value.status, caught.value.param) == (400, "prediction")
+
+
 @pytest.mark.parametrize("make", [batch_of, single_of])
 def test_penalties_do_right_by_a_prompt_of_one_token(model, make):
     backend = make(model)

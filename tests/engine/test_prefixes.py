@@ -593,7 +593,11 @@ def test_what_is_pinned_or_was_used_of_late_is_wanted(layer):
     now_s = 10.0
     assert cache.wanted_bytes(5) == 0
     cache.pin("owner", ids(A, [9]))
-    assert (cache.wanted_bytes(5), cache.pinned_tokens("owner"), cache.pinned_tokens("other")) == (1, 20, 0)
+    assert (cache.wanted_bytes(5), cache.covers(cache.pinned_place("owner")), cache.pinned_place("other")) == (
+        1,
+        20,
+        None,
+    )
     cache.fetch(ids(B, [9]))
     assert cache.wanted_bytes(5) == 3
 
@@ -606,6 +610,14 @@ def test_a_job_in_line_misses_what_no_kept_prefix_covers(model):
     backend.pin([known, unknown])
     assert [backend.missing(one)[0] for one in (known, unknown, of_others)] == [2, 50, 0]
     assert backend.missing(unknown)[1] > backend.missing(known)[1]
+    # A sequence that runs gives its own.
+    sibling, running = job([9] * 50), job([9] * 50, 50)
+    backend.insert(running)
+    for _ in range(3):
+        seen.step(StepPlan(512))
+    backend.pin([known, unknown, sibling])
+    assert [backend.missing(one)[0] for one in (known, unknown, sibling)] == [2, 1, 1]
+    backend.remove([running])
     # The pins follow what is kept.
     backend.shrink_cache(0)
     backend.pin([known, unknown])

@@ -268,7 +268,8 @@ def test_what_cannot_be_cut_back_says_so(name):
 
 def test_short_rows_do_not_pay_for_a_long_one():
     size = KvSize(0, ((1.0, None),)).bytes
-    assert [bank_of(n) for n in (1, 2048, 2049, 8192, 8193, 100_000)] == [0, 0, 1, 1, 2, 3]
+    # With room for the tokens of a pass.
+    assert [bank_of(n) for n in (1, 2032, 2033, 8176, 8177, 100_000)] == [0, 0, 1, 1, 2, 3]
     assert rows_bytes(size, [(1000, 1000)]) == 1024
     assert rows_bytes(size, [(1000, 1000), (500, 500)]) == 2 * 1024
     # A long row that was never short, and one that passes through the bank of the short ones.
@@ -279,19 +280,19 @@ def test_short_rows_do_not_pay_for_a_long_one():
 
 
 def test_rows_move_to_the_bank_of_their_length(monkeypatch):
-    monkeypatch.setattr("mlx_serve.engine.cache.banks._FIRST_BANK", 16)
+    monkeypatch.setattr("mlx_serve.engine.cache.banks._FIRST_BANK", 32)
     model = tiny_llama()
     rows, drawn = Rows(model), {}
-    for n in (5, 12, 30, 100):
+    for n in (5, 12, 60, 150):
         prompt = [random.Random(n).randrange(250) for _ in range(n)]
         row = Row(prompt[:-1], prompt[-1])
         rows.join(row, cache_of("plain", model, prompt[:-1]))
         drawn[row] = []
     assert len(rows._banks) == 3
-    for _ in range(61):
+    for _ in range(121):
         for row, token in rows.step():
             drawn[row].append(token)
-    # All of them are longer than 64 tokens, and no longer than 256.
+    # All of them are longer than 112 tokens, and no longer than 496.
     assert len(rows._banks) == 1
     for row, tokens in drawn.items():
         prompt = row.tokens[: -len(tokens)]

@@ -58,7 +58,7 @@ ORDER = {
     "demo": "gguf model",
     "engine": "errors token_ids footprint memory architectures model_directory model_places catalog backend load_errors"
     " model_files cache generate ranks models schedule",
-    "engine/cache": "kinds checkpoints size banks rows batch_cache lone form file index store writer reader state"
+    "engine/cache": "kinds checkpoints size rows banks batch_cache lone form file index store writer reader state"
     " loading disk prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length"
     " draft_model row bank rows trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring"

@@ -811,7 +811,7 @@ def test_a_new_conversation_displaces_a_kept_one_only_now_and_then():
     assert (begun(d), backend.kept) == ([d], ["c"])
 
 
-@pytest.mark.parametrize("case", ["nothing runs", "there is room", "nobody will use them", "urgent"])
+@pytest.mark.parametrize("case", ["nothing runs", "there is room", "nobody will use them", "refused"])
 def test_a_new_conversation_need_not_wait(case):
     clock = Clock()
     scheduler, backend, running = conversing("a", "b", clock=clock)
@@ -827,11 +827,33 @@ def test_a_new_conversation_need_not_wait(case):
             scheduler.cancel([running])
         case "nobody will use them":
             backend.wanted = False
-        case "urgent":
-            d.priority = -1
+        case "refused":
+            # It used nothing up.
+            clock.now += 20
+            refused = job("c", max_tokens=8)
+            refused.prompt = Prompt((ord("c"), 10**9))
+            scheduler.submit([refused])
     scheduler.submit([d])
     scheduler.step()
     assert begun(d) == [d]
+
+
+def test_a_new_conversation_of_low_priority_is_passed_for_a_while_only():
+    clock = Clock()
+    scheduler, backend, _ = conversing("a", "b", clock=clock)
+    first, low = job("c", max_tokens=9), job("d", max_tokens=9)
+    low.priority = 1
+    scheduler.submit([first, low])
+    n_others = 0
+    while not begun(low):
+        scheduler.step()
+        clock.now += 5
+        backend.kept = ["a", "b"]
+        scheduler.cancel([first])
+        first = job("e", max_tokens=9)
+        scheduler.submit([first])
+        n_others += 1
+        assert n_others < 50
 
 
 def test_prefixes_go_after_a_failed_step():

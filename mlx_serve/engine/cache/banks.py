@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from mlx_serve.engine.cache.rows import MAX_PASS
+
 # The most tokens of the rows in the first bank. Each further bank has rows up to four times as long: a bank takes the
 # memory of its longest row for each row, and the time of a pass for itself.
 _FIRST_BANK = 2048
@@ -12,9 +14,9 @@ _TIMES_LONGER = 4
 
 
 def bank_of(length: int) -> int:
-    """The bank for a row of ``length`` tokens."""
+    """The bank for a row of ``length`` tokens and those of its next pass."""
     bank, most = 0, _FIRST_BANK
-    while length > most:
+    while length + MAX_PASS > most:
         bank, most = bank + 1, most * _TIMES_LONGER
     return bank
 

@@ -52,7 +52,9 @@ class BatchCache:
         n_rows = len(self.lengths)
         n_spare = (n_rows + 1) // 4
         if n_spare:
-            n_spare = int(min(n_spare, max(0, max_spare) // max(1, self.row_bytes)))
+            # The others grow to the length of a longer row.
+            row_bytes = max(1, self.row_bytes, sum(single.nbytes for single in leaves(cache)))
+            n_spare = int(min(n_spare, max(0, max_spare) // row_bytes))
         for rows, single in zip(leaves(self.layers), leaves(cache), strict=True):
             rows.join(single, n_rows, length, n_spare)
         self.lengths.append(length)

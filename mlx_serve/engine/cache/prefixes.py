@@ -265,10 +265,9 @@ class PrefixCache:
         if entry is not None:
             self._pins[owner] = entry
 
-    def pinned_tokens(self, owner: Hashable) -> int:
-        """How many of its tokens the cache covers that an owner has pinned."""
-        place = self._places.get(owner)
-        return self.covers(place) if place is not None else 0
+    def pinned_place(self, owner: Hashable) -> PromptPlace | None:
+        """The place of the prompt for which an owner has pinned something, or tried to."""
+        return self._places.get(owner)
 
     def wanted_bytes(self, within_s: float) -> int:
         """The bytes of the caches that are pinned, or were stored or reused in the last ``within_s`` seconds."""

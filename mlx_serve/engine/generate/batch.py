@@ -125,6 +125,19 @@ class BatchBackend(LoadedBackend):
     def _row_bytes(self, n_tokens: int) -> int:
         return bytes_of(self._loaded.kv_size, n_tokens, self._loaded.quantization)
 
+    def missing(self, job: Job) -> tuple[int, float]:
+        place = self._loaded.prefix_cache.pinned_place(job)
+        if self._loaded.prefix_cache.has_disk or place is None:
+            return 0, 0.0
+        n_known = self._loaded.prefix_cache.covers(place)
+        if self._loaded.shares:
+            running = (*self._prompts, *self._prefilled, *self._decoding.values())
+            in_common = [(other, place.common(other.place)) for other in running if other.place is not None]
+            n_given = [other.will_give(n, trimmable=self._loaded.trimmable) for other, n in in_common]
+            n_known = max(n_known, *n_given, 0)
+        n_tokens = max(1, len(job.prompt.tokens) - n_known)
+        return n_tokens, self._budget.prefill_s(n_tokens)
+
     def insert(self, job: Job) -> None:
         """Check the job and queue its prompt for the next steps. Raises ApiError 400."""
         if job.inputs is not None:
@@ -163,7 +176,9 @@ class BatchBackend(LoadedBackend):
             sequence, choice = decoding[row], decoding[row].choice
             event = choice.event(token, self._finish(choice, token))
             events.append((choice.job, event))
-            if not is_last(event):
+            if is_last(event):
+                self._loaded.prefix_cache.unpin(choice.job)
+            else:
                 self._paused[choice.job] = sequence.as_new(as_ids([*row.tokens, token]))
         for job in jobs:
             if job in self._paused:

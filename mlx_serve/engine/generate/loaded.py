@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from mlx_serve.engine.backend import ALIKE, NO_GAP, Backend, StepPlan
 from mlx_serve.engine.cache.checkpoints import Trail, borders
 from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
-from mlx_serve.engine.generate.prefill_budget import PrefillBudget
 from mlx_serve.engine.generate.token_choice import Loaded
 from mlx_serve.values import Event, Failed, Job, internal_error
 
@@ -26,8 +25,6 @@ _OF_MLX = (MemoryError, RuntimeError)
 
 class LoadedBackend(Backend):
     """A backend that plans each step before running it, so that all ranks can follow one plan. Worker thread."""
-
-    _budget: PrefillBudget
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
@@ -68,12 +65,6 @@ class LoadedBackend(Backend):
             self._loaded.prefix_cache.unpin(job)
         for job, ids in self._in_line.items():
             self._loaded.prefix_cache.pin(job, ids, job.scope)
-
-    def missing(self, job: Job) -> tuple[int, float]:
-        if self._loaded.prefix_cache.has_disk or job not in self._in_line:
-            return 0, 0.0
-        n_tokens = len(job.prompt.tokens) - self._loaded.prefix_cache.pinned_tokens(job)
-        return n_tokens, self._budget.prefill_s(n_tokens)
 
     def wanted_bytes(self, within_s: float) -> int:
         return self._loaded.prefix_cache.wanted_bytes(within_s)

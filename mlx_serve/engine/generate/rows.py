@@ -141,9 +141,9 @@ class Rows:
         for bank in self._banks.values():
             bank.wait()
         ready_s = self._clock()
+        n_before = {row: len(row.tokens) for row in self._rows}
         # The passes of the others are started first, so they have ended when the last pass has.
         out = [one for bank in self._banks.values() if bank not in drafting for one in bank.step()]
-        n_before = {row: len(row.tokens) for row in self._rows}
         for bank in drafting:
             out += bank.step_with_drafts(n_drafts)
             self.n_drafted += bank.n_drafted
@@ -202,7 +202,7 @@ class Rows:
                 self._join(row, *self._leave(row))
 
     def _key(self, row: Row, quantized: bool) -> tuple[bool, int]:
-        return quantized, 0 if self._alone else bank_of(len(row.tokens) + 1)
+        return quantized, 0 if self._alone else bank_of(len(row.tokens))
 
     def _bank_with(self, row: Row) -> Bank:
         return next(bank for bank in self._banks.values() if row in bank.rows)

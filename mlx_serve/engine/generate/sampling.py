@@ -1,6 +1,6 @@
 """From a Sampling to mlx-lm's samplers and logits processors. To add a sampling parameter, add a line here.
 
-Jobs with equal settings share one sampler object, for mlx-lm samples a batch in one call when its rows share one.
+Jobs with equal settings share one sampler object, because rows with the same sampler are sampled in one call.
 A seeded job has a sampler of its own. Its draws depend on the seed and on the position in the output alone: not on who
 else is in the batch, on drafts, or on a pause.
 """
@@ -64,10 +64,7 @@ def make_processors(sampling: Sampling, constraint: Constraint | None = None) ->
 
 
 class _Output:
-    """The output part of the token context that mlx-lm passes to a processor: the tokens since the first call.
-
-    The context may begin anywhere in the prompt (a job that runs alone has no cached prefix in it).
-    """
+    """The output part of the token context that a processor gets: the tokens since the first call."""
 
     def __init__(self) -> None:
         self._n_prompt: int | None = None

@@ -91,7 +91,7 @@ class TokenChoice:
             return otherwise
 
     def event(self, token: int, finish: Any) -> TokenEvent | Failed:
-        """The event of the output's next token. mlx-lm computes one token ahead, so a fault may be early too."""
+        """The event of the output's next token. The batch is a token ahead, so a fault may be early too."""
         position = self.n_output
         if self.prediction is not None:
             self.job.n_accepted, self.job.n_rejected = self.prediction.n_accepted, self.prediction.n_rejected
@@ -173,6 +173,7 @@ def _check(job: Job, vocab_size: int) -> None:
     if not job.prompt.tokens:
         raise ApiError(400, "The prompt is empty.", param="prompt")
     check_ids(job.prompt.tokens, vocab_size, "prompt")
+    check_ids(job.prediction, vocab_size, "prediction")
     check_ids([token for token, _ in job.sampling.logit_bias], vocab_size, "logit_bias")
     check_ids(job.sampling.stop_token_ids, vocab_size, "stop_token_ids")
     check_ids(job.sampling.allowed_token_ids or (), vocab_size, "allowed_token_ids")

@@ -63,8 +63,8 @@ class Room:
                 return True
         return True
 
-    def may_displace(self, job: Job, slot: Slot) -> bool:
-        """Whether prefixes that others are likely to use soon may be evicted for a job, if that is needed.
+    def displacing_s(self, job: Job, slot: Slot) -> float:
+        """How long a job's prompt takes if prefixes must be evicted for it that others are likely to use soon; else 0.
 
         Where not all conversations fit, each turn would evict the prefix of another, and all of them would be computed
         again at every turn. So conversations whose prefixes are kept go first. Another one may take the place of one of
@@ -72,22 +72,26 @@ class Room:
         """
         limit = self._models.kv_limit(list(self._loaded.slots))
         if limit is None or job in slot.paused:
-            return True
+            return 0.0
         room = limit - limit // _SLACK - self._expected_bytes(job)
         if self._cached_bytes() <= room:
-            return True
+            return 0.0
         self._pin()
         n_missing, seconds = slot.backend.missing(job)
         if n_missing <= len(job.prompt.tokens) * _CONTINUES:
-            return True
-        slots = self._loaded.slots.values()
-        if sum(other.backend.wanted_bytes(_SOON_S) for other in slots) <= room:
-            return True
-        now_s = self._clock()
-        may = now_s >= rank(job) - job.arrived_s + self._displaces_s or not any(other.running for other in slots)
-        if may:
-            self._displaces_s = now_s + seconds / _PART
-        return may
+            return 0.0
+        wanted = sum(other.backend.wanted_bytes(_SOON_S) for other in self._loaded.slots.values())
+        return 0.0 if wanted <= room else seconds
+
+    @property
+    def may_displace(self) -> bool:
+        """Whether prefixes that others are likely to use soon may be evicted now."""
+        is_idle = not any(slot.running for slot in self._loaded.slots.values())
+        return is_idle or self._clock() >= self._displaces_s
+
+    def displaced(self, seconds: float) -> None:
+        """A job began whose prompt takes so long, and for which such prefixes are evicted."""
+        self._displaces_s = self._clock() + seconds / _PART
 
     def check_alone(self, job: Job, slot: Slot) -> None:
         """Lower a job's output limit to what fits even alone. Raises ApiError 400: its prompt does not. Any thread."""

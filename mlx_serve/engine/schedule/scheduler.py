@@ -411,9 +411,12 @@ class Scheduler:
             return "held"
         if self._is_short() or not self._room.has_memory(job, slot):
             return "blocked"
-        if not self._room.may_displace(job, slot):
+        displacing_s = self._room.displacing_s(job, slot)
+        if displacing_s and not self._room.may_displace:
             return "passed"
         slot.backend.insert(job)
+        if displacing_s:
+            self._room.displaced(displacing_s)
         # One atomic change, so that ``stop`` and ``expire`` find the job in the queue or in the batch.
         with self._changed:
             self._waiting.take(lambda other: other is job)
