@@ -244,6 +244,16 @@ def test_what_cannot_be_cut_back_drafts_nothing():
     assert backend._rows.n_drafted == 0
 
 
+@pytest.mark.parametrize("proposer", ["look-up", "prediction"])
+def test_a_model_whose_drafts_cannot_be_checked_gets_none(proposer):
+    whole = replace(loaded(tiny_llama()), undrafted="a test says so")
+    want = run(BatchBackend(whole, BatchOptions()), jobs := [job(prompt) for prompt in PROMPTS])
+    backend = drafting(whole, proposer, Always(3))
+    again = [replace_queue(one, [token for token, *_ in seen]) for one, seen in zip(jobs, want, strict=True)]
+    assert run(backend, again) == want
+    assert backend._rows.n_drafted == 0
+
+
 def test_a_step_may_give_several_tokens_of_a_job():
     """The model repeats its prompt where each token's likeliest follower is fixed by a bias to one token."""
     backend = drafting(loaded(tiny_llama()), "look-up", Always(7))

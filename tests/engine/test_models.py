@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 from mlx import nn
-from test_trial import ARCHITECTURES, greedy
+from test_trial import ARCHITECTURES, LATENT, greedy
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
@@ -310,6 +310,21 @@ def test_what_mlx_lm_cannot_batch_runs_alone_and_right(root, name, caplog):
     assert [tokens_of(a_job) for a_job in jobs] == [greedy(model, a_job.prompt.tokens, 8) for a_job in jobs]
     (stats,) = scheduler.stats().models
     assert (stats.capacity, stats.alone) == (1, backend.alone)
+
+
+def test_a_model_whose_pass_expands_its_cache_gets_no_drafts(root, caplog):
+    caplog.set_level("INFO")
+    write_model(root / "latent", make=lambda *_, **__: tiny(LATENT), **LATENT)
+    _, store = store_of(root)
+    backend = opened(store, "latent")
+    assert backend.alone == ""
+    assert "expands the whole cache" in backend._loaded.undrafted
+    assert opened(store, "one")._loaded.undrafted == ""
+    assert "latent: no drafts: a pass of several tokens expands" in caplog.text
+    write_model(root / "one", make=lambda *_, **__: tiny(LATENT), **LATENT)
+    with pytest.raises(ApiError) as caught:
+        opened(with_draft(root), "main")
+    assert "--draft-model does not work: a pass of several tokens expands" in str(caught.value.__cause__)
 
 
 def test_a_quantized_cache_that_the_model_cannot_have_is_refused_with_the_reason(root):

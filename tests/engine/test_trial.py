@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from mlx import nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
@@ -181,6 +182,80 @@ def test_a_row_that_says_something_else_in_a_batch_is_noticed_and_rounding_is_no
     fault = trial.batch_fault(Batched(tiny_llama(), change))
     assert (fault == "") is may
     assert may or "off by" in fault
+
+
+class InOnePass(Batched):
+    """A model that is off when a pass has several tokens of more than one sequence."""
+
+    def __call__(self, inputs, cache=None):
+        logits = self._model(inputs, cache=cache)
+        return self._change(logits) if inputs.shape[0] > 1 < inputs.shape[1] else logits
+
+
+def undrafted(model, quantization=None, *, alone=False):
+    return trial.draft_fault(model, alone=alone) or trial.pass_fault(model, quantization, alone=alone)
+
+
+class OffInOnePass(Batched):
+    """A model that is off when a pass has as many tokens as one with drafts, or as a long prompt."""
+
+    def __call__(self, inputs, cache=None):
+        logits = self._model(inputs, cache=cache)
+        return self._change(logits) if inputs.shape[1] > 1 else logits
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tiny_llama, ""),
+        (lambda: bfloat16(tiny_llama), ""),
+        (tiny_gemma, ""),
+        (tiny_lfm2, "its ArraysCache cannot be cut back"),
+        (lambda: tiny(LATENT), "expands the whole cache"),
+        (lambda: InOnePass(tiny_llama(), other_row), "off by"),
+        (lambda: InOnePass(tiny_llama(), lambda logits: logits * float("nan")), "off by"),
+        (lambda: InOnePass(tiny_llama(), lambda logits: logits.reshape(3, 5)), "fails with several tokens"),
+    ],
+)
+def test_whether_drafts_can_be_checked_is_tried(make, reason):
+    fault = undrafted(model := make())
+    assert reason in fault
+    assert bool(fault) == bool(reason)
+    if not isinstance(model, InOnePass):
+        return
+    assert trial.batch_fault(model) == ""
+    assert undrafted(model, alone=True) == ""
+
+
+def test_drafts_are_tried_with_quantized_caches_too(monkeypatch):
+    model, quantization = tiny_llama(head_dim=32), Quantization(8, 32)
+    assert undrafted(model, quantization) == ""
+    monkeypatch.setattr(QuantizedKvRows, "bits", property(lambda self: 1 / 0, lambda self, bits: None), raising=False)
+    assert undrafted(model) == ""
+    assert "fails with several tokens" in undrafted(model, quantization)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (tiny_gemma, ""),
+        (lambda: tiny(LATENT), ""),
+        (lambda: tiny(ARCHITECTURES["afm7"][0]), ""),
+        (lambda: tiny(ARCHITECTURES["gpt_bigcode"][0]), ""),
+        (lambda: OffInOnePass(tiny_llama(), lambda logits: mx.roll(logits, 1, axis=-1)), "off by"),
+    ],
+)
+def test_drafts_of_what_runs_alone_are_tried_alone(make, reason):
+    fault = undrafted(make(), alone=True)
+    assert reason in fault
+    assert bool(fault) == bool(reason)
+
+
+def test_a_latent_cache_is_expanded_also_by_quantized_weights_and_heads_that_share_keys_are_not():
+    latent = tiny(LATENT)
+    nn.quantize(latent, group_size=32)
+    assert "expands" in undrafted(latent)
+    assert undrafted(tiny_llama(num_key_value_heads=1)) == ""
 
 
 def test_a_model_that_fails_alone_too_is_no_matter_of_batches():

@@ -440,7 +440,7 @@ class BatchBackend(LoadedBackend):
         row.n_left, row.ends = choice.job.sampling.max_tokens - choice.n_output, self._loaded.eos_ids
         row.grammar = choice.look_ahead
         # How far a grammar looks ahead depends on the time that it takes, which differs between ranks.
-        if row.grammar is None or self._loaded.agree is None:
+        if not self._loaded.undrafted and (row.grammar is None or self._loaded.agree is None):
             most = choice.job.sampling.n_draft_tokens
             row.max_drafts = max(LENGTHS) if most is None else most
         if row.max_drafts and (self._draft_ngram or choice.prediction is not None):

@@ -36,8 +36,8 @@ class Loaded:
     ``vocabulary`` is for grammars; None: grammars are not served. ``control_ids`` are the tokens that are not text;
     they begin and end the turns of a conversation. ``trimmable``: the caches of this model can always be trimmed.
     ``shares``: a sequence may use the cache of another one that runs.
-    ``alone``: why its sequences can't run together; "": they can. ``agree`` is set with several ranks: it makes drawn
-    tokens those of rank 0.
+    ``alone``: why its sequences can't run together; "": they can. ``undrafted``: why nothing is drafted for them; "":
+    something may be. ``agree`` is set with several ranks: it makes drawn tokens those of rank 0.
     """
 
     model: Any
@@ -53,6 +53,7 @@ class Loaded:
     trimmable: bool = True
     shares: bool = True
     alone: str = ""
+    undrafted: str = ""
     agree: Callable[[mx.array], mx.array] | None = None
     pooling: Pooling = LAST_TOKEN
 

@@ -1,7 +1,8 @@
 """What a model can do, tried on a few tokens when it is loaded, because no list of architectures would be complete.
 
-Whether its sequences can be run together, whether its KV cache can be quantized (--kv-bits), whether it can be cut back
-(--draft-model). Each function gives the reason why not, in a line, or "". Worker thread, or the doctor's process.
+Whether its sequences can be run together, whether drafts can be checked, whether its KV cache can be quantized
+(--kv-bits), whether it can be cut back (--draft-model). Each function gives the reason why not, in a line, or "".
+Worker thread, or the doctor's process.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from mlx_serve.engine.cache.kinds import (
     leaves,
     packed,
 )
+from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import can_join
 from mlx_serve.engine.errors import one_line
 from mlx_serve.engine.generate.prefill import prefill
@@ -39,6 +41,7 @@ _FAULTS = (*ALIKE, MemoryError, RuntimeError)
 _LONG = tuple(range(3, 51))
 _SHORT = (7, 11)
 _N_TOKENS = 3
+_FAILS = "it fails with several tokens per sequence"
 # The allowed distance between log-probabilities of the same tokens, as a fraction of their spread. Rounding to 16 bits
 # gives 0.01, and more where a token is near a tie between two experts. The long prompt starts alone, so it shows the
 # rounding of this model. The short prompt differs by more only if it saw more than its tokens or had a wrong position.
@@ -111,13 +114,95 @@ def _batch_fault(model: Any, quantization: Quantization | None) -> str:
         together = _together(model, caches)
     except _FAULTS as error:
         return f"it fails in a batch: {one_line(error)}"
-    long, short = (
-        median(_apart(model, prompt, cache, rows))
-        for prompt, cache, rows in zip((_LONG, _SHORT), alone, together, strict=True)
-    )
-    if long <= _TOLERANCE and short <= max(_LEAST_TOLERANCE, _TIMES_THE_LONG_ONE_S * long):
-        return ""
-    return f"in a batch its log-probabilities are off by {max(long, short):.0%}"
+    off = _off(model, alone, together)
+    return f"in a batch its log-probabilities are off by {off:.0%}" if off is not None else ""
+
+
+def draft_fault(model: Any, *, alone: bool = False) -> str:
+    """Why nothing can be drafted for a model's sequences. ``alone``: they can't run together. Describes passes only."""
+    cache = make_prompt_cache(model)
+    if any(map(is_fixed, leaves(cache))):
+        return f"its {kind_names(filter(is_fixed, leaves(cache)))} cannot be cut back"
+    # A sequence that runs alone has been expanded before, in the passes over its prompt.
+    return "" if alone else _expansion(model)
+
+
+def pass_fault(model: Any, quantization: Quantization | None = None, *, alone: bool = False) -> str:
+    """Why drafts can't be checked: passes of several tokens per sequence fail, or differ from those of one.
+
+    ``alone`` as in ``draft_fault``, ``quantization`` as in ``batch_fault``.
+    """
+    kinds = [None] if quantization is None else [None, replace(quantization, start=0)]
+    return next(filter(None, (_pass_fault(model, kind, alone=alone) for kind in kinds)), "")
+
+
+def _pass_fault(model: Any, quantization: Quantization | None, *, alone: bool) -> str:
+    """How a pass of several tokens per row fails, with both prompts as its rows, or each by itself."""
+    caches = [_prefilled(model, prompt, quantization) for prompt in (_LONG, _SHORT)]
+    own = copy.deepcopy(caches)
+    # Any tokens will do as drafts.
+    drafts = list(_LONG[: _N_TOKENS - 1])
+    rows = [(prompt, cache) for prompt, cache in zip((_LONG, _SHORT), caches, strict=True)]
+    try:
+        passes = [[row] for row in rows] if alone else [rows]
+        logprobs = [one for some in passes for one in _in_one_pass(model, some, drafts, alone=alone)]
+    except _FAULTS as error:
+        return f"{_FAILS}: {one_line(error)}"
+    # Nothing is said of a token behind the last one.
+    off = _off(model, own, [list(zip([*drafts, 0], seen, strict=True)) for seen in logprobs])
+    return f"with several tokens per sequence its log-probabilities are off by {off:.0%}" if off is not None else ""
+
+
+def _in_one_pass(
+    model: Any, rows: Sequence[tuple[Sequence[int], list[Any]]], drafts: list[int], *, alone: bool
+) -> mx.array:
+    """The log-probabilities behind each prompt's last token and the drafts, shape (rows, tokens, vocabulary).
+
+    ``rows``: each prompt, and a cache of all but its last token.
+    """
+    batch: BatchCache | LoneCache = LoneCache() if alone else BatchCache(rows[0][1])
+    with mx.stream(generation_stream):
+        for prompt, cache in rows:
+            batch.join(cache, len(prompt) - 1)
+        batch.begin(1 + len(drafts))
+        logits = model(mx.array([[prompt[-1], *drafts] for prompt, _ in rows]), cache=batch.layers).astype(mx.float32)
+        logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(logprobs)
+        return logprobs
+
+
+def _expansion(model: Any) -> str:
+    """Whether a pass of two tokens makes keys and values for each head, of all held tokens, from what the cache has.
+
+    Multi-latent attention does, if a pass has more than one token: in a batch that is about all its caches again, which
+    nothing accounts for.
+    """
+    try:
+        one, two = (_attended(model, n) for n in (1, 2))
+    except _FAULTS as error:
+        return f"{_FAILS}: {one_line(error)}"
+    return "a pass of several tokens expands the whole cache" if two > one else ""
+
+
+def _attended(model: Any, n_tokens: int) -> int:
+    """How many numbers MLX's attention gets for each held token, in all layers. Describes a pass and runs none.
+
+    mlx-lm's models look the function up at each call, and no other thread calls it.
+    """
+    cache, widths = make_prompt_cache(model), []
+    model(_row(_LONG), cache=cache)
+    attention = mx.fast.scaled_dot_product_attention
+
+    def noted(queries: mx.array, keys: mx.array, values: mx.array, *rest: Any, **options: Any) -> mx.array:
+        widths.append(keys.shape[1] * (keys.shape[-1] + values.shape[-1]))
+        return attention(queries, keys, values, *rest, **options)
+
+    try:
+        mx.fast.scaled_dot_product_attention = noted  # type: ignore[assignment]
+        model(_row(_LONG[:n_tokens]), cache=cache)
+    finally:
+        mx.fast.scaled_dot_product_attention = attention
+    return sum(widths)
 
 
 def quantization_fault(model: Any, quantization: Quantization, *, computes: bool) -> str:
@@ -193,6 +278,19 @@ def _noted(seen: list[mx.array], logprobs: mx.array) -> mx.array:
     """A greedy sampler for one row that keeps what it has seen."""
     seen.append(logprobs[0])
     return mx.argmax(logprobs, axis=-1)
+
+
+def _off(model: Any, caches: Sequence[list[Any]], rows: Sequence[Sequence[tuple[int, mx.array]]]) -> float | None:
+    """How far the log-probabilities of both prompts are from those of a token at a time; None: near enough.
+
+    ``caches``: all but the last token of each prompt. ``rows``: the tokens that follow, and what was said of each.
+    """
+    long, short = (
+        median(_apart(model, prompt, cache, row))
+        for prompt, cache, row in zip((_LONG, _SHORT), caches, rows, strict=True)
+    )
+    is_near = long <= _TOLERANCE and short <= max(_LEAST_TOLERANCE, _TIMES_THE_LONG_ONE_S * long)
+    return None if is_near else max(long, short)
 
 
 def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[tuple[int, mx.array]]) -> list[float]:

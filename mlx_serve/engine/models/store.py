@@ -8,8 +8,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ class ModelStore:
         vocab_size = id_bound(model, entry.path, entry.vocab_size, tokenizer.n_tokens)
         if draft_model is not None:
             id_bound(draft_model, self._draft_path, vocab_size, tokenizer.n_tokens)
-        trimmable, alone = self._tried(entry, model, draft_model)
+        trimmable, alone, undrafted = self._tried(entry, model, draft_model)
         return Loaded(
             model=model,
             vocab_size=vocab_size,
@@ -245,13 +246,17 @@ class ModelStore:
             trimmable=trimmable,
             shares=not self._parts_differ(trimmable=trimmable),
             alone=alone,
+            undrafted=undrafted,
             quantization=self._quantization,
             agree=self._sharding.ranks.agree if self._sharding is not None else None,
             pooling=read_pooling(entry.path),
         )
 
-    def _tried(self, entry: ModelEntry, model: Any, draft_model: Any) -> tuple[bool, str]:
-        """Whether caches can always be trimmed, and why sequences can't run together. Raises LoadError."""
+    def _tried(self, entry: ModelEntry, model: Any, draft_model: Any) -> tuple[bool, str, str]:
+        """Whether caches can always be trimmed, and why sequences can't run together, or get no drafts.
+
+        Raises LoadError.
+        """
         quantization = self._quantization
         refusal = trial.refusal(
             model,
@@ -271,7 +276,25 @@ class ModelStore:
             raise LoadError(f"cannot serve {entry.name}: --draft-model does not work: {alone}")
         alone = "" if together else alone or "another rank cannot batch it"
         log.info("%s: %s", entry.name, f"one sequence at a time: {alone}" if alone else "sequences run together")
-        return trimmable, alone
+        undrafted = self._undrafted(entry, models, alone=bool(alone))
+        if draft_model is not None and undrafted:
+            raise LoadError(f"cannot serve {entry.name}: --draft-model does not work: {undrafted}")
+        if undrafted:
+            log.info("%s: no drafts: %s", entry.name, undrafted)
+        return trimmable, alone, undrafted
+
+    def _undrafted(self, entry: ModelEntry, models: Sequence[Any], *, alone: bool) -> str:
+        """Why nothing is drafted. Passes are run on all ranks or on none, because they exchange data."""
+        tests = [
+            partial(trial.draft_fault, alone=alone),
+            partial(trial.pass_fault, quantization=self._quantization, alone=alone),
+        ]
+        for test in tests:
+            fault = next(filter(None, map(test, models)), "")
+            (may_draft,) = self._agree_on(entry, models[0], [not fault])
+            if not may_draft:
+                return fault or "another rank cannot check drafts"
+        return ""
 
     @property
     def _n_ranks(self) -> int:
