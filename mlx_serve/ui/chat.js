@@ -33,7 +33,6 @@ export class Chat {
   open(conversation) {
     this.stop();
     this.conversation = conversation;
-    this.composer.clear();
     this.#shown = [];
     this.#showTurns();
     this.#follow.toEnd();

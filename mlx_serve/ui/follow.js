@@ -7,6 +7,7 @@ export class Follow {
   #box;
   #onChange;
   #top = 0;
+  #frame = 0;
 
   constructor(box, onChange) {
     this.#box = box;
@@ -19,6 +20,11 @@ export class Follow {
     if (!this.isFollowing) return;
     this.#box.scrollTop = this.#box.scrollHeight;
     this.#top = this.#box.scrollTop;
+    // What comes into view may turn out to be higher than the browser took it to be.
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      if (this.#toEnd() > 1) this.grew();
+    });
   }
 
   toEnd() {
@@ -29,11 +35,16 @@ export class Follow {
   // The box grows between a scroll and its event, so only a way up means that the reader has left the end: any way up, since
   // the first steps of a smooth scroll are short. A box that shrinks goes up too, and is at its end.
   #scrolled() {
-    const { scrollTop, scrollHeight, clientHeight } = this.#box;
-    const toEnd = scrollHeight - scrollTop - clientHeight;
+    const { scrollTop } = this.#box;
+    const toEnd = this.#toEnd();
     if (scrollTop < this.#top && toEnd > 1) this.#set(false);
     else if (toEnd < NEAR_PX) this.#set(true);
     this.#top = scrollTop;
+  }
+
+  #toEnd() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#box;
+    return scrollHeight - scrollTop - clientHeight;
   }
 
   #set(isFollowing) {

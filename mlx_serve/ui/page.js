@@ -57,11 +57,13 @@ setUpPanel("figures", kept.choices.get("figures"), (isOpen) => kept.choose("figu
 
 function open(conversation) {
   chat.open(conversation);
+  composer.clear();
   list.show(conversation.id);
   chats.close();
   composer.focus();
 }
 
+// What was written while the page was not ready stays.
 chat.open(newConversation());
 list.show(chat.conversation.id);
 

@@ -95,6 +95,8 @@ def visiting(browser, server, *, faults=False, **options) -> Iterator[Visit]:
     visit = Visit(tab, origin)
     try:
         tab.goto(origin)
+        # Until then nobody listens to what is written.
+        tab.wait_for_selector("#status:not([data-state=unknown]), #key-dialog[open]", state="attached")
         yield visit
     finally:
         context.close()
@@ -119,6 +121,29 @@ def test_it_loads_and_offers_the_models(browser):
         visit.shows("#status", "ok")
         visit.shows("#model", "fake")
         visit.shows("#n-requests", "0")
+
+
+def test_what_is_written_while_the_page_loads_stays(browser):
+    with serving(lambda _: FakeBackend(), page=files.files()) as server:
+        context = browser.new_context()
+        try:
+            tab = context.new_page()
+            tab.set_default_timeout(TIMEOUT_MS)
+            held = []
+
+            def hold(route):
+                held.append(route)
+
+            tab.route("**/storage.js", hold)
+            tab.goto(f"http://127.0.0.1:{server.port}/", wait_until="commit")
+            tab.fill("#prompt", "early")
+            assert tab.text_content("#status") == "connecting"
+            for route in held:
+                route.continue_()
+            tab.wait_for_selector("#status[data-state=ok]")
+            assert tab.input_value("#prompt") == "early"
+        finally:
+            context.close()
 
 
 def test_it_chats_with_the_whole_conversation(browser):

@@ -3,6 +3,16 @@ import { test } from "node:test";
 
 import { Follow } from "../../mlx_serve/ui/follow.js";
 
+// What waits for the next frame.
+let waiting = [];
+globalThis.requestAnimationFrame = (work) => waiting.push(work);
+
+function frame() {
+  const works = waiting;
+  waiting = [];
+  for (const work of works) work();
+}
+
 // A box of 100 pixels' height that scrolls.
 function made() {
   const box = { scrollTop: 0, scrollHeight: 100, clientHeight: 100, addEventListener: (_, listener) => { box.scrolled = listener; } };
@@ -80,4 +90,21 @@ test("the button goes to the end", () => {
   follow.toEnd();
   assert.equal(box.scrollTop, 500);
   assert.ok(follow.isFollowing);
+});
+
+test("what turns out to be higher when it is in view is followed", () => {
+  const { box, grow, scroll } = made();
+  frame();
+  grow(500);
+  box.scrollHeight += 30;
+  frame();
+  assert.equal(box.scrollTop, 530);
+  frame();
+  frame();
+  assert.equal(waiting.length, 0);
+  grow(10);
+  scroll(100);
+  box.scrollHeight += 30;
+  frame();
+  assert.equal(box.scrollTop, 100);
 });
