@@ -107,7 +107,7 @@ class Backend(Protocol):
     def missing(self, job: Job) -> tuple[int, float]:
         """How many tokens of a waiting job's prompt must be computed for it alone, and in about how many seconds.
 
-        None where prefixes that were evicted come back from disk.
+        Nothing and no time where prefixes that were evicted come back from disk, and for a job that is not in line.
         """
 
     def wanted_bytes(self, within_s: float) -> int:

@@ -134,7 +134,7 @@ class BatchBackend(LoadedBackend):
             running = (*self._prompts, *self._prefilled, *self._decoding.values())
             in_common = [(other, place.common(other.place)) for other in running if other.place is not None]
             n_given = [other.will_give(n, trimmable=self._loaded.trimmable) for other, n in in_common]
-            n_known = max(n_known, *n_given, 0)
+            n_known = max([n_known, *n_given])
         n_tokens = max(1, len(job.prompt.tokens) - n_known)
         return n_tokens, self._budget.prefill_s(n_tokens)
 
