@@ -121,8 +121,8 @@ def _batch_fault(model: Any, quantization: Quantization | None) -> str:
 def draft_fault(model: Any, *, alone: bool = False) -> str:
     """Why nothing can be drafted for a model's sequences. ``alone``: they can't run together. Describes passes only."""
     cache = make_prompt_cache(model)
-    if any(map(is_fixed, leaves(cache))):
-        return f"its {kind_names(filter(is_fixed, leaves(cache)))} cannot be cut back"
+    if fault := _fixed_fault(cache):
+        return fault
     # A sequence that runs alone has been expanded before, in the passes over its prompt.
     return "" if alone else _expansion(model)
 
@@ -227,8 +227,8 @@ def rewind_fault(model: Any, *, computes: bool) -> str:
     cache = make_prompt_cache(model)
     if fault := _row_fault(cache):
         return fault
-    if any(map(is_fixed, leaves(cache))):
-        return f"its {kind_names(filter(is_fixed, leaves(cache)))} cannot be cut back"
+    if fault := _fixed_fault(cache):
+        return fault
     if not computes:
         return ""
     straight = _prefilled(model, _LONG)
@@ -278,6 +278,11 @@ def _noted(seen: list[mx.array], logprobs: mx.array) -> mx.array:
     """A greedy sampler for one row that keeps what it has seen."""
     seen.append(logprobs[0])
     return mx.argmax(logprobs, axis=-1)
+
+
+def _fixed_fault(cache: Sequence[Any]) -> str:
+    fixed = [layer for layer in leaves(cache) if is_fixed(layer)]
+    return f"its {kind_names(fixed)} cannot be cut back" if fixed else ""
 
 
 def _off(model: Any, caches: Sequence[list[Any]], rows: Sequence[Sequence[tuple[int, mx.array]]]) -> float | None:
