@@ -138,8 +138,8 @@ def test_without_drafts_the_draft_model_follows_in_a_few_passes():
 @pytest.mark.parametrize(("seed", "low", "high"), [(0, 0.95, 1), (3, 0, 0.3)])
 def test_how_often_it_would_be_right_is_known_without_drafts(seed, low, high):
     session = Session(length=0, draft=lambda: tiny_llama(seed))
-    session.insert(*[job(prompt, 100) for prompt in PROMPTS[:2]])
-    session.step(60)
+    session.insert(*[job(prompt, 200) for prompt in PROMPTS[:2]])
+    session.step(150)
     # What comes later is expected to be like what was.
     session.insert(job(PROMPTS[3], 9))
     session.step(2)

@@ -21,6 +21,9 @@ from mlx_serve.engine.generate.drafts import n_common
 _MOST_UNSEEN = MAX_PASS - 1
 # The newest token's weight in the chance that the draft model is right.
 _WEIGHT = 0.1
+# Of the passes that only catch up, every so many compare what was expected with what came: a small model's logits take
+# most of its time.
+_COMPARED = 8
 
 
 class Paired:
@@ -79,10 +82,11 @@ class DraftRows:
         self._proposed: list[list[int]] = []
         # What the draft model expected behind fed tokens, shape (rows, tokens), and each row's chance and tokens.
         self._expected: tuple[mx.array, list[tuple[Chance, list[int]]]] | None = None
+        self._n_caught_up = 0
 
     def wait(self) -> None:
         """Wait for a running pass: a write to an array that it is reading would copy the whole array."""
-        mx.eval([layer.state for layer in leaves(self.cache.layers)])
+        mx.eval(self._states)
 
     def copy(self, index: int, tokens: Sequence[int]) -> list[Any]:
         """A row's cache, as that of a single sequence with the row's first ``tokens``."""
@@ -98,7 +102,14 @@ class DraftRows:
         """Feed the unseen tokens to the draft model once a row has ``_MOST_UNSEEN``. Does not wait for the pass."""
         while max(map(len, self._unseen(rows))) >= _MOST_UNSEEN:
             self._compare()
-            mx.async_eval(self._feed(rows, [tokens[:MAX_PASS] for tokens in self._unseen(rows)]))  # type: ignore[no-untyped-call]
+            expected = self._feed(rows, [tokens[:MAX_PASS] for tokens in self._unseen(rows)])
+            if self._n_caught_up % _COMPARED:
+                self._expected = None
+                # MLX never computes logits that nobody reads.
+                mx.async_eval(self._states)  # type: ignore[no-untyped-call]
+            else:
+                mx.async_eval(expected)  # type: ignore[no-untyped-call]
+            self._n_caught_up += 1
 
     def propose(self, rows: Sequence[Drafted], drawn: Sequence[int], n_tokens: int) -> list[list[int]]:
         """For each row, the ``n_tokens`` that the draft model thinks likeliest behind the token that was drawn."""
@@ -127,6 +138,10 @@ class DraftRows:
         if surplus:
             self.cache.take_back(surplus)
         self._proposed = []
+
+    @property
+    def _states(self) -> list[Any]:
+        return [layer.state for layer in leaves(self.cache.layers)]
 
     def _completed(self, cache: list[Any], unseen: Sequence[int]) -> list[Any]:
         """The cache of a single sequence, after the draft model has taken the unseen tokens."""

@@ -25,7 +25,7 @@ _MOST_MATCHED = 16
 Source: TypeAlias = Literal["text", "prediction", "grammar"]
 # The chance of guesses that were never checked, and how many checked guesses it counts as.
 _FIRST_CHANCE: Mapping[Source, tuple[float, float]] = {
-    "text": (0.0, 2.0),
+    "text": (0.5, 2.0),
     "prediction": (0.8, 4.0),
     "grammar": (0.8, 4.0),
 }
