@@ -101,8 +101,6 @@ class FakeBackend:
     cache_bytes = 0
     n_cached = 0
     n_evicted = 0
-    n_drafted = 0
-    n_accepted = 0
 
     def __init__(
         self,
@@ -118,6 +116,7 @@ class FakeBackend:
     ) -> None:
         self.capacity = capacity
         self.max_spare: int | None = None
+        self.n_drafted = self.n_accepted = 0
         self._token_bytes = token_bytes
         self._cached_tokens = cached_tokens
         self._prefill_step = prefill_step
@@ -222,6 +221,8 @@ class FakeBackend:
         for predicted in job.prediction[n - 1 : n]:
             job.n_accepted += predicted == token
             job.n_rejected += predicted != token
+            self.n_drafted += 1
+            self.n_accepted += predicted == token
         finish = None
         if token in self._end_ids:
             finish = "stop"

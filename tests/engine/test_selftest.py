@@ -30,7 +30,7 @@ def test_a_server_with_other_weights_fails(model, tmp_path, capsys, monkeypatch)
     failed = {result["name"] for result in results if result["passed"] is False}
     # After the crash, the one answer may part where two tokens are nearly equally likely: most are, to such a model.
     assert failed >= {"greedy answers, one at a time", "greedy answers, 8 at a time"}
-    assert re.search(r"\n9 checks, [23] failed", capsys.readouterr().out)
+    assert re.search(r"\n10 checks, [23] failed", capsys.readouterr().out)
 
 
 def test_a_server_that_does_not_start_says_why(model, tmp_path):
@@ -67,3 +67,12 @@ def test_what_cannot_be_checked_is_neither_good_nor_bad(tmp_path):
         target = LoadTarget(place(server.url), ENTRY.name, chat=False)
         asked = AskedText("a", 1, Continuation("b", [0], [1.0]))
         assert checks.after_a_crash(target, asked, None, tmp_path).passed is None
+
+
+def test_what_drafts_are_worth_is_a_figure():
+    with serving() as server:
+        target = LoadTarget(place(server.url), ENTRY.name, chat=False)
+        told = checks.drafts(target, "a", 4)
+        assert told.passed is None
+        assert told.figures["ratio"] > 0
+        assert (told.figures["drafted_tokens"], told.figures["tokens"]) == (0, 4)

@@ -9,15 +9,16 @@ from mlx_serve.client.answer import Answer
 from mlx_serve.client.errors import Failure
 from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.ceiling import Offline
+from mlx_serve.commands.bench.drafts import Drafts
 from mlx_serve.commands.bench.report import Measured
 from mlx_serve.commands.bench.stats import Record, Slo, summarize
 
 ANSWER = Answer(0.1, 0.5, (0.2, 0.2), 100, 25, 3, "length", "a text of the answer")
 
 
-def measured(*records, open_loop=False, level=4, n_planned=2, cpu=0.1, offline=None, slo=None):
+def measured(*records, open_loop=False, level=4, n_planned=2, cpu=0.1, offline=None, slo=None, drafts=None):
     summary = summarize(records, 2.0, slo or Slo(), open_loop=open_loop)
-    return Measured(open_loop, level, n_planned, records, summary, cpu, offline)
+    return Measured(open_loop, level, n_planned, records, summary, cpu, offline, drafts)
 
 
 def ok(late=0.0):
@@ -51,6 +52,7 @@ def test_a_round_as_text():
         (measured(Record(0.0, 9, "p", ANSWER), ok()), "short: 1 answers"),
         (measured(ok(), ok(), slo=Slo(ttft_s=1)), "goodput 1.00 requests/s"),
         (measured(ok(), ok(), offline=Offline(1.0, 200, 6, 0)), "6.0 output tokens/s; served / offline: 0.50"),
+        (measured(ok(), ok(), drafts=Drafts(4, 3)), "drafts: 4 tokens, of which 3 were right, 50% of the output"),
         (
             measured(ok(), ok(), offline=Offline(1.0, 210, 6, 0)),
             "different prompts: 200 tokens at the server, 210 in mlx-lm",

@@ -60,6 +60,17 @@ def test_a_closed_loop(bench, server):
     assert "1 at a time: 5 requests" in out.err
 
 
+def test_what_the_server_drafts_is_told(bench, server):
+    drafted = """{"prediction": {"type": "content", "content": "abc xyz"}}"""
+    args = ["--concurrency", "1,2", "--num-prompts", 3, "--output-len", 9]
+    status, found, out = bench(server.port, *args, "--extra-body", drafted)
+    assert status == 0
+    # Of the seven tokens of each prediction the first four come.
+    assert [one["drafts"] for one in found["rounds"]] == [{"drafted_tokens": 21, "accepted_tokens": 12}] * 2
+    assert out.out.count("drafts: 21 tokens, of which 12 were right, 44% of the output") == 2
+    assert "drafts:" not in bench(server.port, *args)[2].out
+
+
 def test_an_open_loop(bench, server):
     status, found, out = bench(
         server.port, "--request-rate", "200,inf", "--num-prompts", 12, "--output-len", 3, "--slo-e2e", 1e6

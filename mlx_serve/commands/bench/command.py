@@ -25,6 +25,7 @@ from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.arrivals import arrival_times
 from mlx_serve.commands.bench.ceiling import CeilingError, Offline, ceiling
 from mlx_serve.commands.bench.dataset import DatasetError, read_dataset
+from mlx_serve.commands.bench.drafts import read_drafts
 from mlx_serve.commands.bench.load import LoadTarget, Round
 from mlx_serve.commands.bench.options import DEFAULT_OUTPUT_TOKENS, DEFAULT_REQUESTS, Options
 from mlx_serve.commands.bench.probe import Probed, probe
@@ -171,6 +172,7 @@ class Run:
         label = report.label(load.open_loop, load.level)
         if not load.open_loop and len(conversations) < load.level:
             note(f"{label}: only {len(conversations)} have something to ask; increase --num-prompts")
+        before = read_drafts(target.server)
         cpu_s = time.process_time()
         with progress(label, n_planned) as watch:
             round_ = Round(target, watch)
@@ -185,7 +187,10 @@ class Run:
         self.interrupted = round_.interrupted
         records = tuple(round_.records)  # after Ctrl-C a thread may still add a record
         summary = summarize(records, round_.seconds, options.slo, open_loop=load.open_loop)
-        return Measured(load.open_loop, load.level, n_planned, records, summary, cpu_s / round_.seconds)
+        after = read_drafts(target.server) if before is not None else None
+        drafts = after.since(before) if before is not None and after is not None else None
+        client_cpu = cpu_s / round_.seconds
+        return Measured(load.open_loop, load.level, n_planned, records, summary, client_cpu, drafts=drafts)
 
     def _ceiling(self, model: str, load: Load) -> Offline | None:
         """Runs the answered prompts offline, each with as many tokens as its answer had."""

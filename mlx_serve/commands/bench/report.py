@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_serve.commands.bench.ceiling import Offline
+from mlx_serve.commands.bench.drafts import Drafts
 from mlx_serve.commands.bench.stats import Record, Spread, Summary
 
 _MARKS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -30,6 +31,7 @@ class Measured:
     summary: Summary
     client_cpu: float
     offline: Offline | None = None
+    drafts: Drafts | None = None
 
     @property
     def label(self) -> str:
@@ -97,6 +99,9 @@ def _remarks(measured: Measured) -> Iterable[str]:
                 f"different prompts: {s.prompt_tokens} tokens at the server, {offline.prompt_tokens} in mlx-lm: "
                 "the server uses another model, template or option"
             )
+    if measured.drafts is not None and measured.drafts.drafted_tokens and s.output_tokens:
+        drafted, right = measured.drafts.drafted_tokens, measured.drafts.accepted_tokens
+        yield f"drafts: {drafted} tokens, of which {right} were right, {right / s.output_tokens:.0%} of the output"
     for kind, n in s.errors.items():
         yield f"failed: {n} x {kind}: {_example(measured.records, kind)}"
     yield from _doubts(measured)
@@ -166,6 +171,7 @@ def as_json(measured: Measured) -> dict[str, Any]:
         **asdict(measured.summary),
         "offline": asdict(measured.offline) | {"rate": measured.offline.rate} if measured.offline else None,
         "served_over_offline": measured.ratio,
+        "drafts": asdict(measured.drafts) if measured.drafts else None,
         "requests": [_request(record) for record in measured.records],
     }
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from mlx_serve.client.connection import Client, Connections
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place
 from mlx_serve.commands.bench.ceiling import Continuation
+from mlx_serve.commands.bench.drafts import read_drafts
 from mlx_serve.commands.bench.load import LoadTarget
-from mlx_serve.commands.bench.stats import percentile
+from mlx_serve.commands.bench.stats import percentile, tpot_s
 from mlx_serve.commands.terminal import bytes_text
 from mlx_serve.supervise import report
 
@@ -36,6 +37,8 @@ _NEAR_TIE = 0.5
 # The share of an answer, on average, that must equal mlx-lm's.
 _LEAST_AGREEMENT = 0.5
 _STREAMS = 4
+# How often the same answer is asked for with drafts, and as often without. The first ones show what drafts cost.
+DRAFT_ROUNDS = 2
 # Beside a long prompt a stream may pause so long, or for so many of its usual gaps where that is more.
 _MOST_PAUSE_S, _MOST_GAPS = 1.0, 10
 # A pause may also last as long as a slice of so many prompt tokens takes on a slow machine.
@@ -216,6 +219,28 @@ def beside_a_long_prompt(target: LoadTarget, prompt: str, n_stream: int, long: s
 
 
 _LONG_NAME = "a long prompt beside streams"
+
+
+def drafts(target: LoadTarget, prompt: str, n_tokens: int) -> CheckResult:
+    """The speed of answers that may be drafted from their own text, over the same answers without drafts.
+
+    ``prompt``: a text that the model goes on to repeat.
+    """
+    fields = {**target.fields, "min_tokens": n_tokens}
+    before = read_drafts(target.server)
+    seconds: dict[int | None, float] = {}
+    with Client(target.server) as client:
+        for most in (0, None) * DRAFT_ROUNDS:
+            asked = replace(target, fields={**fields, "num_draft_tokens": most})
+            answer = client.ask(target.path, asked.body(prompt, n_tokens))
+            seconds[most] = seconds.get(most, 0.0) + (tpot_s(answer) or 0.0)
+    after = read_drafts(target.server)
+    if before is None or after is None or not seconds[None]:
+        return CheckResult("drafts", "the server does not tell", None)
+    counts = after.since(before)
+    ratio = seconds[0] / seconds[None]
+    found = f"{ratio:.2f} of the speed without; {counts.accepted_tokens} of {counts.drafted_tokens} tokens were right"
+    return CheckResult("drafts", found, None, {"ratio": ratio, "tokens": n_tokens} | asdict(counts))
 
 
 def _gaps_between(times: Sequence[float], began: float, ended: float) -> list[float]:

@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mlx-serve selftest",
         usage="mlx-serve selftest (--model MODEL | --demo) [--seconds S] [--json FILE] [FLAGS OF THE SERVER]",
         description="Start a server with a model and test it: its answers against mlx-lm's own, alone and in a batch; "
-        "pauses of streams, memory, a killed process; its speed against mlx-lm without a server.",
+        "pauses of streams, memory, a killed process; its speed with drafts, and against mlx-lm without a server.",
         allow_abbrev=False,
     )
     which = top.add_mutually_exclusive_group(required=True)

@@ -135,6 +135,13 @@ class _Run:
             n_tokens / speed.output_rate(TOGETHER),
         )
         self._check("plain and chunked bodies", lambda: checks.bodies(target, asked[0]))
+        share_s = sizes.DRAFTS_SHARE * budget.left_s(2 * speed.load_s)
+        n_answers = 2 * checks.DRAFT_ROUNDS
+        n_drafted = sizes.drafted_tokens(speed, n_answers, share_s, budget.pace)
+        repeated = 2 * "".join(f"{text}\n" for text in _BEGINNINGS)
+        self._check(
+            "drafts", lambda: checks.drafts(target, repeated, n_drafted), n_answers * n_drafted / speed.one_rate
+        )
         share_s = sizes.LONG_PROMPT_SHARE * budget.left_s(2 * speed.load_s)
         n_long = sizes.long_tokens(speed, context, share_s, budget.pace)
         n_stream = int(min(_STREAM_TOKENS, _STREAM_SHARE * context))

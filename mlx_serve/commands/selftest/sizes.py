@@ -26,8 +26,10 @@ _MORE_TOKENS = 3
 _LONG_SHARE, _LONG_TOKENS, _LEAST_LONG = 0.5, 16_000, 128
 # While a long prompt is read, at least this share of the time goes to it; the rest goes to the streams.
 _PROMPT_SHARE = 0.5
-# The shares of the time left that go to the answers, and then to the long prompt; the rounds of load get the rest.
-ANSWERS_SHARE, LONG_PROMPT_SHARE = 0.4, 0.25
+# The tokens of an answer with drafts. In fewer, the server has not yet learnt what drafts cost.
+_LEAST_DRAFTED, _DRAFTED_TOKENS = 16, 256
+# The shares of the time left that go to the answers, to drafts and to the long prompt; the rounds of load get the rest.
+ANSWERS_SHARE, DRAFTS_SHARE, LONG_PROMPT_SHARE = 0.4, 0.15, 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,11 @@ def answer_tokens(n_prompts: int, part: float) -> list[int]:
     full = [_ANSWER_TOKENS[i % len(_ANSWER_TOKENS)] for i in range(n_prompts)]
     # Lengths that differ even at the least, for joins and leaves.
     return [max(_LEAST_ANSWER + i % len(_ANSWER_TOKENS), int(part * n)) for i, n in enumerate(full)]
+
+
+def drafted_tokens(speed: Speed, n_answers: int, share_s: float, pace: float) -> int:
+    """The tokens of each of ``n_answers`` that show what drafts are worth."""
+    return max(_LEAST_DRAFTED, min(_DRAFTED_TOKENS, int(share_s * speed.one_rate / pace / n_answers)))
 
 
 def long_tokens(speed: Speed, context: int, share_s: float, pace: float) -> int:
