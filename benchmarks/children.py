@@ -71,9 +71,10 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
 
 
-def spawn(command: Sequence[str], **pipes: Any) -> subprocess.Popen[bytes]:
+def spawn(command: Sequence[str], root: Path = ROOT, **pipes: Any) -> subprocess.Popen[bytes]:
+    """``root``: the checkout whose code runs."""
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+    return subprocess.Popen(command, cwd=root, env=environ, **pipes)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -87,10 +88,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], model: Path, port: int) -> Iterator[Server]:
-    """The server, from when its /health says yes until the block ends."""
+def running(name: str, command: Sequence[str], model: Path, port: int, root: Path = ROOT) -> Iterator[Server]:
+    """The server, from when its /health says yes until the block ends. ``root``: the checkout whose code runs."""
     with tempfile.TemporaryFile() as log:
-        process = spawn(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = spawn(command, root, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             server = Server(name, port, str(model), process, log)
             wait_healthy(server)

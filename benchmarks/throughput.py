@@ -1,8 +1,10 @@
 """Output tokens per second: mlx-lm without a server, this server, mlx_lm.server; the same load, in one run.
 
-    python -m benchmarks.throughput [--model DIR] [--clients 1,4,8] [--rounds 3] [--json FILE]
+    python -m benchmarks.throughput [--model DIR] [--clients 1,4,8] [--rounds 3] [--earlier CHECKOUT] [--json FILE]
 
-All three stay loaded; one works while the others idle. Rounds are interleaved (offline, ours, theirs, offline, ...) and
+``--earlier`` adds this server as it is in another checkout, such as one that ``git worktree add`` made of an older commit.
+
+All stay loaded; one works while the others idle. Rounds are interleaved (offline, ours, theirs, offline, ...) and
 ratios are taken inside a round, so that a machine whose speed drifts still compares neighbours. Absolute figures of
 different runs are not comparable.
 """
@@ -29,14 +31,14 @@ from mlx_serve.client.answer import Answer
 from mlx_serve.commands.bench.ceiling import Ceiling, CeilingError, ceiling
 from mlx_serve.commands.bench.progress import note
 
-OFFLINE = "offline"
-# (a ratio's name, its numerator, its denominator); neighbours in a round
-RATIOS = ((f"{OURS} / {OFFLINE}", OURS, OFFLINE), (f"{OURS} / {THEIRS}", OURS, THEIRS))
+OFFLINE, EARLIER = "offline", "earlier"
+# A server that fails in a round is given another one, so many times. mlx_lm.server resets some of many connections.
+_RETRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """What one of the three did in one round.
+    """What one contestant did in one round.
 
     ``n_short``: answers that ended before max_tokens; ``cpu_s``: processor time of the measured process;
     ``others``: share of the machine that other programs took.
@@ -85,7 +87,7 @@ def _measure(answers: Sequence[Answer], seconds: float, max_tokens: int) -> Meas
 
 
 class Arena:
-    """The three, loaded, and what they are asked. A round that others disturbed is run again."""
+    """The contestants, loaded, and what they are asked. A round that others disturbed is run again."""
 
     def __init__(self, contestants: dict[str, Contestant], pids: dict[str, int], options: argparse.Namespace) -> None:
         self._contestants = contestants
@@ -111,10 +113,17 @@ class Arena:
         return rounds
 
     def _measure(self, name: str, n_clients: int) -> Measure:
-        prompts = self._prompts.take(n_clients, self._options.requests)
-        share = machine.watch_others(list(self._pids.values()))
-        used = machine.watch_process(self._pids[name])
-        measure = self._contestants[name](prompts, n_clients, self._options.max_tokens)
+        for n_left in reversed(range(1 + _RETRIES)):
+            prompts = self._prompts.take(n_clients, self._options.requests)
+            share = machine.watch_others(list(self._pids.values()))
+            used = machine.watch_process(self._pids[name])
+            try:
+                measure = self._contestants[name](prompts, n_clients, self._options.max_tokens)
+                break
+            except BenchmarkError as error:
+                if not n_left:
+                    raise
+                note(f"clients {n_clients}: again, after {error}")
         measure = replace(measure, cpu_s=used(), others=share())
         note(f"clients {n_clients}: {name} {measure.rate:.1f} token/s, others {measure.others or 0:.0%}")
         return measure
@@ -126,37 +135,49 @@ def others(measures: Round) -> float:
 
 def measure_all(model: Path, options: argparse.Namespace) -> dict[int, Rounds]:
     with ExitStack() as stack:
-        contestants, pids = start(stack, model)
+        contestants, pids = start(stack, model, options.earlier)
         arena = Arena(contestants, pids, options)
         arena.warm_up()
         return {n: arena.rounds(n) for n in options.clients}
 
 
-def start(stack: ExitStack, model: Path) -> tuple[dict[str, Contestant], dict[str, int]]:
-    """Start all three, in the order in which they work in a round; and their process ids."""
+def start(stack: ExitStack, model: Path, earlier: Path | None) -> tuple[dict[str, Contestant], dict[str, int]]:
+    """Start all, in the order in which they work in a round; and their process ids."""
     offline = stack.enter_context(ceiling(str(model)))
     contestants: dict[str, Contestant] = {OFFLINE: partial(run_offline, offline)}
     pids = {OFFLINE: offline.pid}
-    for name, server in children.both(stack, model).items():
+    servers = children.both(stack, model)
+    if earlier is not None:
+        port = children.free_port()
+        command = children.our_command(model, port)
+        servers[EARLIER] = stack.enter_context(children.running(EARLIER, command, model, port, earlier))
+    for name, server in servers.items():
         contestants[name] = partial(run_server, server)
         pids[name] = server.process.pid
     return contestants, pids
 
 
-def ratios(rounds: Rounds, over: str, under: str) -> list[float]:
-    return [measures[over].rate / measures[under].rate for measures in rounds]
+def ratios(rounds: Rounds, under: str) -> list[float]:
+    """This server's rates over another contestant's, neighbours in a round."""
+    return [measures[OURS].rate / measures[under].rate for measures in rounds]
+
+
+def names_in(results: dict[int, Rounds]) -> list[str]:
+    return list(next(iter(results.values()))[0])
 
 
 def table(results: dict[int, Rounds]) -> str:
     """Markdown: medians of token/s and of the time to first text, and each ratio as median (least to greatest)."""
-    names = (OFFLINE, OURS, THEIRS)
-    heads = ["clients", *(f"{n} token/s" for n in names), *(r[0] for r in RATIOS), *(f"{n} TTFT s" for n in names[1:])]
-    heads += [*(f"{n} CPU ms/token" for n in names), "others at most"]
+    names = names_in(results)
+    others_names = [name for name in names if name != OURS]
+    served = [name for name in names if name != OFFLINE]
+    heads = ["clients", *(f"{n} token/s" for n in names), *(f"{OURS} / {n}" for n in others_names)]
+    heads += [*(f"{n} TTFT s" for n in served), *(f"{n} CPU ms/token" for n in names), "others at most"]
     lines = [" | ".join(heads), " | ".join("--:" for _ in heads)]
     for n_clients, rounds in results.items():
         cells = [str(n_clients), *(f"{median(m[n].rate for m in rounds):.1f}" for n in names)]
-        cells += [spread(ratios(rounds, over, under)) for _, over, under in RATIOS]
-        cells += [f"{median(m[n].ttft_s or 0 for m in rounds):.2f}" for n in names[1:]]
+        cells += [spread(ratios(rounds, under)) for under in others_names]
+        cells += [f"{median(m[n].ttft_s or 0 for m in rounds):.2f}" for n in served]
         cells += [f"{median(m[n].cpu_ms for m in rounds):.1f}" for n in names]
         cells.append(f"{max(map(others, rounds)):.0%}")
         lines.append(" | ".join(cells))
@@ -187,7 +208,7 @@ def as_json(model: Path, options: argparse.Namespace, results: dict[int, Rounds]
         "clients": {
             str(n): {
                 "rounds": [{name: {**asdict(m), "rate": m.rate} for name, m in row.items()} for row in rounds],
-                "ratios": {title: ratios(rounds, over, under) for title, over, under in RATIOS},
+                "ratios": {f"{OURS} / {n}": ratios(rounds, n) for n in names_in(results) if n != OURS},
             }
             for n, rounds in results.items()
         },
@@ -206,6 +227,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--discards", type=int, default=0, help="so many rounds with more than --max-others are run again (default: 0)"
     )
+    parser.add_argument("--earlier", type=Path, metavar="CHECKOUT", help="another checkout of this server, to compare")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default: 0)")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser.parse_args()
