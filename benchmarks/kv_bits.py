@@ -1,6 +1,7 @@
 """What ``--kv-bits`` does in the batch: speed, memory, and how far the answers agree with those of a plain KV cache.
 
-    python -m benchmarks.kv_bits [--model DIR] [--bits 8] [--clients 8] [--rounds 3] [--tokens 96] [--quick] [--json FILE]
+    python -m benchmarks.kv_bits [--model DIR] [--bits 8] [--clients 8] [--rounds 3] [--tokens 96] [--quick]
+                                 [--json FILE]
 
 Two servers get the same questions about passages of this project's pages, all clients at once, a round each in turn.
 
@@ -39,7 +40,7 @@ _POLL_S = 0.05
 
 @dataclass(slots=True)
 class Result:
-    """Of each round: the ratios of tokens per second and of KV bytes, quantized over plain. Of each answer: agreement."""
+    """Of each round: the ratios of tokens per second and KV bytes, quantized over plain. Of each answer: agreement."""
 
     speed: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)

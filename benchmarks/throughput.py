@@ -2,7 +2,7 @@
 
     python -m benchmarks.throughput [--model DIR] [--clients 1,4,8] [--rounds 3] [--earlier CHECKOUT] [--json FILE]
 
-``--earlier`` adds this server as it is in another checkout, such as one that ``git worktree add`` made of an older commit.
+``--earlier`` adds this server as it is in another checkout, such as ``git worktree add`` makes of an older commit.
 
 All stay loaded; one works while the others idle. Rounds are interleaved (offline, ours, theirs, offline, ...) and
 ratios are taken inside a round, so that a machine whose speed drifts still compares neighbours. Absolute figures of
@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import children, machine
 from benchmarks.asking import ask_all
-from benchmarks.children import OURS, THEIRS, BenchmarkError, Server
+from benchmarks.children import OURS, BenchmarkError, Server
 from benchmarks.prompts import PROMPT_WORDS, Messages, Prompts
 from benchmarks.report import spread
 from mlx_serve.client.answer import Answer

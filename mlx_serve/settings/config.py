@@ -74,7 +74,7 @@ class Config:
         "draft model of the first model, for speculative decoding where that pays",
         parse=file_path,
     )
-    draft_ngram: bool = flag(_MODEL, False, "draft what followed in a request's own text, where that pays")
+    draft_ngram: bool = flag(_MODEL, True, "draft what followed in a request's own text, where that pays")
     num_draft_tokens: int | None = flag(
         _MODEL, None, "the most tokens to draft at a time (default: as many as pay)", parse=int, low=0
     )

@@ -180,6 +180,9 @@ def test_drafts_that_take_too_long_end_and_fail_nothing(vocabulary, monkeypatch)
     assert draft_of(look_ahead, c) == ""
     assert c.noted == {}
     assert (c.fault, c.spent_s) == ("", spent_s)
+    # Then the grammar's state is not even copied.
+    monkeypatch.setattr(Constraint, "_charge", lambda *_: pytest.fail("time is spent"))
+    assert draft_of(look_ahead, c) == ""
 
 
 @pytest.mark.parametrize("n_masks", [0, 1, 3])

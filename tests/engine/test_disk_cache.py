@@ -655,8 +655,12 @@ def test_what_makes_a_model_another_one(tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     assert is_new(adapter=adapter)
+    assert is_new(draft_model=adapter)
     (adapter / "adapters.safetensors").write_bytes(b"abc")
     assert is_new(adapter=adapter)
+    assert is_new(draft_model=adapter)
+    (adapter / "config.json").write_text("{}")
+    assert is_new(draft_model=adapter)
     with pytest.raises(FileNotFoundError):
         model_identity(tmp_path / "nowhere")
 

@@ -151,6 +151,18 @@ def test_drafts_change_no_token_with_any_cache(make, how, request):
     assert [[token for token, *_ in one] for one in seen] == [[token for token, *_ in one] for one in want]
 
 
+@pytest.mark.parametrize("start", [37, 40, 43])
+def test_drafts_do_not_delay_the_quantization_of_a_cache(start):
+    # So few bits that the tokens tell where they begin.
+    whole = replace(loaded(tiny_llama(head_dim=32)), quantization=Quantization(2, 32, start=start))
+    jobs = [job(PROMPTS[0], 30)]
+    want = run(BatchBackend(whole, BatchOptions()), jobs)
+    whole = replace(whole, prefix_cache=PrefixCache(10, None))
+    backend = drafting(whole, "prediction", Always(7))
+    assert run(backend, [replace_queue(jobs[0], prediction=[token for token, *_ in want[0]])]) == want
+    assert backend._rows.n_accepted > 20
+
+
 class Words:
     """A token for each byte, two that end the output, and words."""
 

@@ -32,6 +32,7 @@ class Row:
     lookup: Lookup | None
     began_s: float
     credit: float = 0.0
+    max_drafts: int = 15
     # Tokens of the answer that were fed, and whether the next one was read.
     n_fed: int = 0
     knows_next: bool = False
@@ -121,7 +122,7 @@ def decode(machine: Machine, texts: Sequence[Text], n_clients: int, *, drafts: b
             joined.append(number)
             rows[number] = Row(text, Lookup(text.prompt, None, chances) if drafts else None, real.now_s)
         if joined:
-            length.interrupted()
+            length.changed()
         n_drafts = length.choose((len(rows),), list(rows.values())) if drafts and not joined else 0
         if n_drafts:
             _step_with_drafts(machine, length, clocks, list(rows.values()), n_drafts, run)
@@ -133,7 +134,7 @@ def decode(machine: Machine, texts: Sequence[Text], n_clients: int, *, drafts: b
             for clock in clocks:
                 clock.wait(clock.busy_until_s)
             run.of_text[number] = real.now_s - rows.pop(number).began_s
-            length.interrupted()
+            length.changed()
     run.seconds = real.now_s
     return run
 

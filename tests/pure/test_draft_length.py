@@ -13,6 +13,7 @@ class Row:
 
     chance: float
     credit: float = 0.0
+    max_drafts: int = 15
 
     def expected(self, n_tokens):
         return sum(self.chance**n for n in range(1, n_tokens + 1))
@@ -186,3 +187,87 @@ def test_what_a_row_has_saved_may_be_spent_for_others():
     length = measured([Row(0.99), Row(0.0)], (1, 1.1, 1.3, 1.6, 6.0))
     assert length.choose((2,), rich) == 7
     assert length.choose((2,), [Row(0.99), Row(0.0, credit=-5.0)]) == 0
+
+
+def test_rows_that_come_are_timed_before_they_draft():
+    """The ones before took longer: by their times, drafts would seem to cost nothing."""
+    old, new = [Row(0.3)], [Row(0.3)]
+    length = measured(old, (3, 5.4, 8, 12, 20))
+    clock = Clock(length)
+    clock.plain(old, 3.0, 8)
+    length.changed()
+    assert length.choose((1,), new) == 0
+    began_s, n_tokens = clock.now_s, 0
+    while n_tokens < 200:
+        if n := length.choose((1,), new):
+            # In the long run 0.3 tokens of a draft are right.
+            n_right = 1 if n_tokens % 3 == 0 else 0
+            clock.drafted(new, n, {1: 1.8, 3: 2.7, 7: 4.0, 15: 6.6}[n], n_right=n_right)
+            n_tokens += 1 + n_right
+        else:
+            clock.plain(new)
+            n_tokens += 1
+    assert clock.now_s - began_s < 1.03 * n_tokens
+
+
+def test_a_single_pause_after_rows_came_is_not_taken_for_their_time():
+    rows = [Row(0.3)]
+    length = measured(rows, (1, 1.8, 2.7, 4.0, 6.6))
+    clock = Clock(length)
+    length.changed()
+    clock.plain(rows, n=2)
+    clock.plain(rows, 50.0)
+    assert length.choose((1,), rows) == 0
+
+
+def test_beside_prompts_drafts_go_on_with_what_is_known():
+    rows = [Row(0.95)]
+    length = measured(rows, (1, 1.1, 1.3, 1.6, 2.0))
+    clock = Clock(length)
+    for _ in range(300):
+        n = length.choose((1,), rows)
+        assert n == 15
+        length.interrupted()
+        clock.now_s += 30.0
+        clock.drafted(rows, n, 2.0)
+    # Rows that come beside them draft too.
+    length.changed()
+    clock.plain(rows)
+    assert length.choose((1,), rows) == 15
+    # What they cost is not tried out there, for it could not be measured.
+    fresh = DraftLength()
+    for _ in range(50):
+        assert fresh.choose((1,), rows) == 0
+        fresh.interrupted()
+        Clock(fresh).plain(rows)
+
+
+@pytest.mark.parametrize("most", [2, 4, 5])
+def test_a_limit_between_the_lengths_is_measured_as_any(most):
+    rows = [Row(0.5, max_drafts=most)]
+    length = DraftLength()
+    clock = Clock(length)
+    clock.plain(rows, n=4)
+    seen = []
+    for _ in range(60):
+        n = length.choose((1,), rows)
+        seen.append(n)
+        if n:
+            clock.drafted(rows, n, 1.0 + 0.9 * n, n_right=0)
+            rows[0].credit = 0.0
+        else:
+            clock.plain(rows)
+    assert max(seen) <= most
+    # Each length is tried twice at most: it costs more than it gives.
+    assert all(seen.count(n) <= 4 for n in set(seen) - {0})
+
+
+def test_times_of_steps_beside_other_work_are_dropped_once_drafts_show_it():
+    rows = [Row(0.95)]
+    length = measured(rows, (100, 105, 110, 115, 120))
+    clock = Clock(length)
+    n_drafted = 0
+    while n := length.choose((1,), rows):
+        clock.drafted(rows, n, 3.0 + n)
+        n_drafted += 1
+    assert n_drafted <= 5

@@ -183,6 +183,6 @@ def test_answers_that_repeat_nothing_are_not_slower_beside_others_that_do(machin
 def test_what_would_lose_is_seen():
     """A controller without accounts, which believes that drafts cost nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_serve.engine.generate.draft_length.DraftLength._cost", lambda *_: (1.0, 1.0))
+        patch.setattr("mlx_serve.engine.generate.draft_length.DraftLength._cost", lambda *_, **__: (1.0, 1.0))
         patch.setattr("mlx_serve.engine.generate.draft_length._OVERDRAFT", 1e9)
         assert gain("compute", records(), 1)[0] < LEAST

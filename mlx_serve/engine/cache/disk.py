@@ -183,12 +183,13 @@ class DiskTier:
         return f"{self._identity} {scope}" if scope else self._identity
 
 
-def model_identity(path: Path, *extra: str, adapter: Path | None = None) -> str:
-    """A digest that identifies a model's caches: weights, adapter, tokenizer, mlx-lm's version, and ``extra``.
+def model_identity(path: Path, *extra: str, adapter: Path | None = None, draft_model: Path | None = None) -> str:
+    """A digest that identifies a model's caches: weights, adapter, draft model, tokenizer, mlx-lm's version, ``extra``.
 
     Of weights, only name, size and modification time count, so nothing large is read. Raises OSError.
     """
-    parts = [version("mlx-lm"), _files(path), _files(adapter) if adapter is not None else None, extra]
+    folders = [_files(folder) if folder is not None else None for folder in (path, adapter, draft_model)]
+    parts = [version("mlx-lm"), *folders, extra]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ is always one token ahead. A pass with drafts needs the tokens first, and adds s
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +18,16 @@ from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.generate.draft_model import DraftRows
 from mlx_serve.engine.generate.logprobs import note_rows
 from mlx_serve.engine.generate.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What a step with drafts gave each row, its longest draft, the drafted tokens of all rows, and the right ones."""
+
+    out: list[tuple[Row, list[int]]]
+    n_longest: int
+    n_drafted: int
+    n_accepted: int
 
 
 class Bank:
@@ -40,8 +51,6 @@ class Bank:
         self.rows: list[Row] = []
         # The next input of each row, shape (rows,).
         self._drawn = mx.array([], mx.uint32)
-        # The most tokens that the last step drafted for a row, and sums of all.
-        self.n_longest = self.n_drafted = self.n_accepted = 0
 
     @property
     def nbytes(self) -> int:
@@ -119,17 +128,37 @@ class Bank:
             row.guess_within_grammar()
         return out
 
-    def step_with_drafts(self, n_most: int) -> list[tuple[Row, list[int]]]:
-        """Read the tokens that were drawn last, and run a pass with them and with drafts of what follows.
-
-        Returns these tokens, and of the drafts what is right.
-        """
+    def step_with_drafts(self, n_most: int) -> Drafted:
+        """Read the tokens that were drawn last, and run a pass with them and at most ``n_most`` drafts of each row."""
         tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
         if self._drafter is not None:
             self._drafter.follow(self.rows)
         drafts = self._propose(
             tokens, [row.n_wanted(token, n_most) for row, token in zip(self.rows, tokens, strict=True)]
         )
+        drawn = self._check(tokens, drafts)
+        right = [
+            draft[: _n_right(draft, behind, row.ends)]
+            for row, draft, behind in zip(self.rows, drafts, drawn, strict=True)
+        ]
+        following = [behind[len(kept)] for kept, behind in zip(right, drawn, strict=True)]
+        out = []
+        for row, token, draft, kept, after in zip(self.rows, tokens, drafts, right, following, strict=True):
+            out.append((row, row.take([token, *kept])))
+            row.note_checked(len(draft), kept, n_drawn=len(drawn[0]))
+            row.learn(after)
+            row.guess_within_grammar(after)
+        self._cache.advance([1 + len(kept) for kept in right])
+        if self._drafter is not None:
+            self._drafter.settle(self.rows, [[*kept, after] for kept, after in zip(right, following, strict=True)])
+        self._drawn = mx.array(following, mx.uint32)
+        return Drafted(out, max(map(len, drafts)), sum(map(len, drafts)), sum(map(len, right)))
+
+    def _check(self, tokens: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Run a pass with a token and a draft of each row. Returns what is drawn behind each of them, for each row.
+
+        All rows have as many tokens in the pass as the longest. What is drawn behind the end of a draft says nothing.
+        """
         n = max(map(len, drafts))
         fed = mx.array(
             [[token, *draft] + [token] * (n - len(draft)) for token, draft in zip(tokens, drafts, strict=True)]
@@ -144,32 +173,7 @@ class Bank:
                 for j, context in enumerate(contexts)
             ]
             drawn.append(self._draw(logits[:, i, :], seen))
-        by_row: list[list[int]] = self._agree(mx.stack(drawn, axis=1)).tolist()  # type: ignore[assignment]
-        out, following, n_kept = [], [], []
-        for row, token, draft, after in zip(self.rows, tokens, drafts, by_row, strict=True):
-            n_right = _n_right(draft, after, row.ends)
-            out.append((row, row.take([token, *draft[:n_right]])))
-            following.append(after[n_right])
-            n_kept.append(1 + n_right)
-            if row.logprobs is not None:
-                row.logprobs.take_back(n - n_right)
-            if row.processors and n_right:
-                row.context.update_and_fetch(mx.array(draft[:n_right]))
-            if row.lookup is not None:
-                if row.was_looked_up:
-                    row.lookup.note_checked(len(draft), n_right)
-                row.lookup.add(*draft[:n_right])
-            self.n_drafted += len(draft)
-            self.n_accepted += n_right
-            row.learn(after[n_right])
-            row.guess_within_grammar(after[n_right])
-        self._cache.advance(n_kept)
-        if self._drafter is not None:
-            came = [[*draft[: n - 1], token] for draft, n, token in zip(drafts, n_kept, following, strict=True)]
-            self._drafter.settle(self.rows, came)
-        self._drawn = mx.array(following, mx.uint32)
-        self.n_longest = n
-        return out
+        return self._agree(mx.stack(drawn, axis=1)).tolist()  # type: ignore[return-value]
 
     def _propose(self, tokens: Sequence[int], n_wanted: Sequence[int]) -> list[list[int]]:
         """For each row at most so many tokens that may follow ``tokens``, which each row has drawn last."""

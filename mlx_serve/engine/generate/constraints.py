@@ -81,8 +81,13 @@ class Constraint:
                 f"{self._budget_s:.2f} s are allowed, and {self._longest_s:.2f} s for one, of which {_MASK_S} s are."
             )
 
-    def ahead(self, spent_s: float) -> Constraint:
-        """A copy that takes drafted tokens. It has spent ``spent_s`` so far: its time is not charged to this one."""
+    def ahead(self, spent_s: float) -> Constraint | None:
+        """A copy that takes drafted tokens. It has spent ``spent_s`` so far: its time is not charged to this one.
+
+        None if that is too long already.
+        """
+        if spent_s > self._budget_s:
+            return None
         started_s = time.thread_time()
         ahead = copy.copy(self)
         ahead._matcher = self._matcher.deep_copy()

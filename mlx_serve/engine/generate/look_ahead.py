@@ -35,9 +35,9 @@ class LookAhead:
         token behind them are noted in the constraint. The second list has what is forced there, or else nothing.
         """
         constraint = self._constraint
-        if not self._follow(tokens, last):
+        ahead = constraint.ahead(self._spent_s) if self._follow(tokens, last) else None
+        if ahead is None:
             return [], []
-        ahead = constraint.ahead(self._spent_s)
         draft: list[int] = []
         behind: int | None = None
         while True:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import mlx.core as mx
 from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import LogitsProcessor, Sampler, greedy_sampler
 
@@ -29,14 +31,18 @@ class Row:
     logprobs: OutputLogprobs | None = None
     # What the processors get: the tokens so far, on the device.
     context: TokenBuffer = field(default_factory=TokenBuffer)
-    # Drafts: the most to check at a time, where to look them up, whether the last one is from there, how likely the
-    # draft model is right, what restricts them, the tokens that the output may still get, and the tokens that end it.
+    # Drafts: the most tokens to check at a time.
     max_drafts: int = 0
+    # Where drafts are looked up, and whether the last one is from there.
     lookup: Lookup | None = None
     was_looked_up: bool = False
+    # How likely the draft model is right.
     guesses: Chance = field(default_factory=Chance)
     grammar: Restriction | None = None
+    # The tokens that the output may still get, and those that end it.
     n_left: int = 0
+    # The most tokens that its cache may hold before it moves to another bank.
+    most_tokens: float = math.inf
     ends: frozenset[int] = frozenset()
     # Whether the token that was fed last is part of the output.
     has_begun: bool = False
@@ -49,7 +55,8 @@ class Row:
         """How many of ``n_most`` tokens to draft behind ``token``, which comes behind ``tokens``."""
         if self.has_begun and token in self.ends:
             return 0
-        return max(0, min(n_most, self.max_drafts, self.n_left - self.has_begun))
+        n_room = self.most_tokens - len(self.tokens) - 1
+        return int(max(0, min(n_most, self.max_drafts, self.n_left - self.has_begun, n_room)))
 
     def within_grammar(self, token: int, draft: list[int], n_tokens: int) -> list[int]:
         """A draft of at most ``n_tokens`` behind ``token`` as the row's grammar has it."""
@@ -76,6 +83,17 @@ class Row:
         promised = self.lookup.expected(n_tokens) if self.lookup is not None else -1.0
         self.was_looked_up = promised >= self.guesses.expected(n_tokens)
         return self.lookup.draft(n_tokens) if self.lookup is not None and self.was_looked_up and n_tokens else []
+
+    def note_checked(self, n_draft: int, right: Sequence[int], n_drawn: int) -> None:
+        """A draft of ``n_draft`` tokens began with the ``right`` ones. The pass drew ``n_drawn`` tokens for the row."""
+        if self.logprobs is not None:
+            self.logprobs.take_back(n_drawn - 1 - len(right))
+        if self.processors and right:
+            self.context.update_and_fetch(mx.array(list(right)))
+        if self.lookup is not None:
+            if self.was_looked_up:
+                self.lookup.note_checked(n_draft, len(right))
+            self.lookup.add(*right)
 
     def learn(self, token: int) -> None:
         """Note the token that will be fed next."""

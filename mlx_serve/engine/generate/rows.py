@@ -144,29 +144,33 @@ class Rows:
         n_before = {row: len(row.tokens) for row in self._rows}
         # The passes of the others are started first, so they have ended when the last pass has.
         out = [one for bank in self._banks.values() if bank not in drafting for one in bank.step()]
+        n_longest = 0
         for bank in drafting:
-            out += bank.step_with_drafts(n_drafts)
-            self.n_drafted += bank.n_drafted
-            self.n_accepted += bank.n_accepted
-            bank.n_drafted = bank.n_accepted = 0
-        n_longest = max(bank.n_longest for bank in drafting)
+            drafted = bank.step_with_drafts(n_drafts)
+            out += drafted.out
+            n_longest = max(n_longest, drafted.n_longest)
+            self.n_drafted += drafted.n_drafted
+            self.n_accepted += drafted.n_accepted
         taken = [(row, len(row.tokens) - n) for row, n in n_before.items()]
         self.draft_length.ran(self._shape, n_longest, taken, Times(started_s, ready_s, self._clock()))
         return out
 
     @property
     def _shape(self) -> Shape:
-        return tuple(len(bank.rows) for bank in self._banks.values())
+        return tuple(sorted((*key, len(bank.rows)) for key, bank in self._banks.items()))
 
     @property
     def _rows(self) -> list[Row]:
         return [row for bank in self._banks.values() for row in bank.rows]
 
     def _join(self, row: Row, cache: list[Any], drawn: mx.array) -> None:
-        self.interrupted()
+        self.draft_length.changed()
         if self._quantization is not None:
             self._quantization.apply(cache)
-        key = self._key(row, any(map(is_quantized, leaves(cache))))
+        quantized = any(map(is_quantized, leaves(cache)))
+        key = self._key(row, quantized)
+        # A token that is quantized without drafts is quantized with them.
+        row.most_tokens = self._quantization.start if self._quantization is not None and not quantized else math.inf
         if key not in self._banks:
             self._banks[key] = self._new_bank(cache)
         self._banks[key].join(row, cache, drawn, self.max_spare - self.spare_bytes)
@@ -180,7 +184,7 @@ class Rows:
         return Bank(self._model, BatchCache(like[: self._n_layers]), drafter, self._agree)
 
     def _leave(self, row: Row) -> tuple[list[Any], mx.array]:
-        self.interrupted()
+        self.draft_length.changed()
         bank = self._bank_with(row)
         left = bank.leave(row, self.max_spare - self.spare_bytes + bank.spare_bytes)
         if not bank.rows:

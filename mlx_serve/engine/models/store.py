@@ -329,11 +329,12 @@ class ModelStore:
     def _tier(self, entry: ModelEntry) -> DiskTier | None:
         if self._disk is None:
             return None
-        draft = str(self._draft_path) if entry is self._catalog.default else ""
-        settings = [repr(self._batch.prefill_step_size), repr(self._quantization), draft]
+        draft_path = self._draft_path if entry is self._catalog.default else None
+        settings = [repr(self._batch.prefill_step_size), repr(self._quantization)]
         if self._prompt_cache_bits is not None:
             settings.append(f"{self._prompt_cache_bits} bits")
-        return self._disk.tier(model_identity(entry.path, *settings, adapter=entry.adapter_path))
+        identity = model_identity(entry.path, *settings, adapter=entry.adapter_path, draft_model=draft_path)
+        return self._disk.tier(identity)
 
     def _lazy_draft(self, entry: ModelEntry) -> Any:
         """The draft model, for the command line's model alone. It proposes token ids, so both need one vocabulary."""
