@@ -21,7 +21,7 @@ from mlx_serve.engine.generate.row import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedStep:
     """What a step with drafts gave each row, its longest draft, the drafted tokens of all rows, and the right ones."""
 
     out: list[tuple[Row, list[int]]]
@@ -128,7 +128,7 @@ class Bank:
             row.guess_within_grammar()
         return out
 
-    def step_with_drafts(self, n_most: int) -> Drafted:
+    def step_with_drafts(self, n_most: int) -> DraftedStep:
         """Read the tokens that were drawn last, and run a pass with them and at most ``n_most`` drafts of each row."""
         tokens: list[int] = self._drawn.tolist()  # type: ignore[assignment]
         if self._drafter is not None:
@@ -152,7 +152,7 @@ class Bank:
         if self._drafter is not None:
             self._drafter.settle(self.rows, [[*kept, after] for kept, after in zip(right, following, strict=True)])
         self._drawn = mx.array(following, mx.uint32)
-        return Drafted(out, max(map(len, drafts)), sum(map(len, drafts)), sum(map(len, right)))
+        return DraftedStep(out, max(map(len, drafts)), sum(map(len, drafts)), sum(map(len, right)))
 
     def _check(self, tokens: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Run a pass with a token and a draft of each row. Returns what is drawn behind each of them, for each row.
