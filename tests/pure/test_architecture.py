@@ -51,7 +51,8 @@ ORDER = {
     "api/status": "prometheus stats page health",
     "client": "events place errors answer connection",
     "commands": "terminal model_list models ps stop chat bench doctor service selftest pull completion",
-    "commands/bench": "arrivals workload dataset ceiling offline drafts stats load options report probe progress plot command",
+    "commands/bench": "arrivals workload dataset ceiling offline drafts stats load options report probe progress plot "
+    "command",
     "commands/doctor": "finding checks files crashes command",
     "commands/selftest": "sizes server checks run command",
     "commands/service": "files command",
