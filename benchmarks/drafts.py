@@ -8,8 +8,8 @@
 - stories: nothing to repeat; sampled with a seed.
 
 Two servers, with and without ``--draft-ngram`` or the draft model, get the same requests, a group of prompts at a time
-in turn. Ratios are of the tokens per second and per second of processor time, with drafts over without, in each pair of
-groups.
+in turn. Ratios are of the tokens per second and per second of processor time, with drafts over without: of all groups,
+and the least and the greatest of one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.children import Server
 from benchmarks.machine import warnings, watch_others, watch_process
 from benchmarks.options import parse
 from benchmarks.prompts import Messages
-from benchmarks.report import markdown, spread
+from benchmarks.report import markdown
 from mlx_serve.commands.bench.progress import note
 
 _WANTED = {"code": 1.5, "json": 1.3, "stories": 0.97}
@@ -80,16 +80,50 @@ def _people(first: int) -> str:
 
 
 @dataclass(slots=True)
+class Work:
+    """The tokens of answers, and the seconds and the processor's seconds that they took."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    processor_s: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.seconds + other.seconds, self.processor_s + other.processor_s)
+
+
+@dataclass(slots=True)
 class Result:
-    """Of a kind of texts and a number of clients: the ratio of each pair of groups, and counts of all with drafts."""
+    """Of a kind of texts and a number of clients: each group of prompts, with drafts and without; and counts of all."""
 
     kind: str
     n_clients: int
-    wall: list[float] = field(default_factory=list)
-    processor: list[float] = field(default_factory=list)
-    n_tokens: int = 0
+    groups: list[tuple[Work, Work]] = field(default_factory=list)
     n_drafted: int = 0
     n_accepted: int = 0
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(drafted.tokens for drafted, _ in self.groups)
+
+    def speed(self) -> str:
+        """Tokens per second with drafts over without: of all groups, and the least and the greatest."""
+        return _ratios([(a.tokens / a.seconds, b.tokens / b.seconds) for a, b in self._with_total()])
+
+    def processor(self) -> str:
+        """The same per second of the processor; empty where that is not known."""
+        pairs = self._with_total()
+        if not all(one.processor_s for pair in pairs for one in pair):
+            return ""
+        return _ratios([(a.tokens / a.processor_s, b.tokens / b.processor_s) for a, b in pairs])
+
+    def _with_total(self) -> list[tuple[Work, Work]]:
+        total = sum((a for a, _ in self.groups), Work()), sum((b for _, b in self.groups), Work())
+        return [total, *self.groups]
+
+
+def _ratios(rates: list[tuple[float, float]]) -> str:
+    total, *each = [a / b for a, b in rates]
+    return f"{total:.2f} ({min(each):.2f} to {max(each):.2f})"
 
 
 def measure(servers: list[Server], kind: str, n_clients: int, n_prompts: int, n_tokens: int) -> Result:
@@ -100,20 +134,13 @@ def measure(servers: list[Server], kind: str, n_clients: int, n_prompts: int, n_
     asked = prompts(kind, n_prompts)
     size = max(n_clients, -(-len(asked) // 5))
     for i in range(0, len(asked), size):
-        rates = []
+        works = {}
         for server in servers if i // size % 2 else servers[::-1]:
             spent = watch_process(server.process.pid)
             answers, seconds = ask_all(server, asked[i : i + size], n_clients, n_tokens, **fields)
-            n = sum(answer.output_tokens for answer in answers)
-            processor_s = spent()
-            rates.append((server.port, n / seconds, n / processor_s if processor_s else 0.0))
-            if server is servers[0]:
-                result.n_tokens += n
-        with_drafts, without = sorted(rates, key=lambda one: one[0] != servers[0].port)
-        result.wall.append(with_drafts[1] / without[1])
-        if without[2]:
-            result.processor.append(with_drafts[2] / without[2])
-        ratios = ", ".join(f"{one[-1]:.2f}" for one in (result.wall, result.processor) if one)
+            works[server.port] = Work(sum(answer.output_tokens for answer in answers), seconds, spent() or 0.0)
+        result.groups.append((works[servers[0].port], works[servers[1].port]))
+        ratios = ", ".join(filter(None, (result.speed(), result.processor())))
         note(f"{kind}, {n_clients} clients, {min(i + size, len(asked))} of {len(asked)} prompts: {ratios}")
     counts = _drafted(servers[0])
     result.n_drafted, result.n_accepted = counts[0] - drafted[0], counts[1] - drafted[1]
@@ -129,8 +156,8 @@ def table(results: list[Result]) -> str:
     rows = [
         [
             f"{one.kind}, {one.n_clients}",
-            spread(one.wall),
-            spread(one.processor) if one.processor else "",
+            one.speed(),
+            one.processor(),
             f"{_WANTED[one.kind]:g}",
             f"{one.n_accepted / one.n_tokens:.0%}",
             f"{one.n_accepted / max(1, one.n_drafted):.0%}",
