@@ -5,9 +5,9 @@ from itertools import chain
 
 import pytest
 
+from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from tests.engine.test_prefixes import Seen, job
 from tests.engine.tinymodel import GPT_OSS, QWEN3_NEXT, loaded, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 

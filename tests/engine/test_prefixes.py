@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
 
+from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.cache.checkpoints import Checkpoint
 from mlx_serve.engine.cache.kinds import cut_back
 from mlx_serve.engine.cache.lone import LoneCache
@@ -17,7 +18,6 @@ from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import batch
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.testing import FakeModels
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent

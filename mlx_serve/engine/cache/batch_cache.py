@@ -101,7 +101,7 @@ class BatchCache:
         return cache
 
     def begin(self, n_tokens: int) -> None:
-        """Prepare a pass that adds ``n_tokens``, at most ``MAX_PASS``, to each row."""
+        """Prepare a pass that adds ``n_tokens`` to each row: with sliding windows at most ``MAX_PASS``."""
         positions = Positions(self.lengths, n_tokens)
         for rows in leaves(self.layers):
             rows.begin(positions)

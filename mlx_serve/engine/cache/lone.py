@@ -19,11 +19,6 @@ class LoneCache:
         self._n_added = 0
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the cache."""
-        return sum(layer.nbytes for layer in self.layers)
-
-    @property
     def can_cut_back(self) -> bool:
         """Whether the last tokens of a pass can be dropped."""
         return all(map(is_complete, leaves(self.layers)))

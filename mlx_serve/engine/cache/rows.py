@@ -23,7 +23,7 @@ from mlx_lm.models.cache import (
 
 from mlx_serve.engine.cache.kinds import bare_state
 
-# The most tokens that a pass may add to a row.
+# The most tokens that decoding adds to a row at a time, and any pass to a row with a sliding window.
 MAX_PASS = 16
 # Rows are allocated for a multiple of so many tokens.
 _STEP = 256

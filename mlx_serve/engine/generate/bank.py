@@ -53,11 +53,6 @@ class Bank:
         self._drawn = mx.array([], mx.uint32)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the rows' caches."""
-        return sum(part.nbytes for part in self._parts)
-
-    @property
     def spare_bytes(self) -> int:
         """The bytes of free rows."""
         return sum(part.spare_bytes for part in self._parts)

@@ -70,11 +70,6 @@ class Rows:
         return sum(len(bank.rows) for bank in self._banks.values())
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of the running sequences' caches, with free rows."""
-        return sum(bank.nbytes for bank in self._banks.values())
-
-    @property
     def spare_bytes(self) -> int:
         """The bytes of free rows."""
         return sum(bank.spare_bytes for bank in self._banks.values())
