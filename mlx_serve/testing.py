@@ -97,7 +97,7 @@ class FakeBackend:
     prediction counts as drafted.
     """
 
-    alone = ""
+    alone = undrafted = ""
     cache_bytes = 0
     n_cached = 0
     n_evicted = 0

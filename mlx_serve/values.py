@@ -401,6 +401,7 @@ class ModelStats:
     """What the engine tells of one model that is loaded. Counts are of sequences. ``idle_s``: since its last step.
 
     ``capacity``: how many run at a time; ``alone``: why it is but one, when the model or a flag is the reason.
+    ``undrafted``: why no tokens are drafted for them, when the model is the reason.
     """
 
     name: str
@@ -411,6 +412,7 @@ class ModelStats:
     kv_bytes: int = 0
     capacity: int = 0
     alone: str = ""
+    undrafted: str = ""
     idle_s: float = 0.0
 
 

@@ -53,6 +53,10 @@ class Backend(Protocol):
         """Why it takes one job at a time; "" if it takes several. Any thread may call this and ``capacity``."""
 
     @property
+    def undrafted(self) -> str:
+        """Why nothing is drafted for its jobs; "" if something may be. Any thread."""
+
+    @property
     def n_decoding(self) -> int:
         """The number of jobs that get a token in every step."""
 

@@ -16,9 +16,12 @@ class Kept(FakeBackend):
     cache_bytes = 7
     n_cached = 2
     n_evicted = 3
-    n_drafted = 5
-    n_accepted = 4
     alone = "it is a test"
+    undrafted = "nobody drafts"
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.n_drafted, self.n_accepted = 5, 4
 
 
 class Weighed(FakeModels):
@@ -53,12 +56,9 @@ def test_each_model_has_its_figures():
     stats = scheduler.stats()
     # 2 and 1 bytes of prompt, and 8 for the output.
     by_name = {model.name: model for model in stats.models}
-    assert by_name["a"] == ModelStats(
-        "a", waiting=1, running=1, weights_bytes=100, kv_bytes=10, capacity=1, alone="it is a test"
-    )
-    assert by_name["b"] == ModelStats(
-        "b", waiting=0, running=1, weights_bytes=100, kv_bytes=9, capacity=1, alone="it is a test"
-    )
+    alike = {"weights_bytes": 100, "capacity": 1, "alone": "it is a test", "undrafted": "nobody drafts"}
+    assert by_name["a"] == ModelStats("a", waiting=1, running=1, kv_bytes=10, **alike)
+    assert by_name["b"] == ModelStats("b", waiting=0, running=1, kv_bytes=9, **alike)
     assert (stats.waiting, stats.running, stats.kv_bytes, stats.weights_bytes) == (3, 2, 19, 200)
     assert (stats.prefix_cache_bytes, stats.prefix_cache_entries, stats.evictions) == (14, 4, 6)
     assert (stats.drafted, stats.accepted) == (10, 8)

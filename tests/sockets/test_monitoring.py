@@ -29,7 +29,7 @@ STATS = EngineStats(
     paused=2,
     models=(
         ModelStats("big", waiting=1, running=4, paused=2, weights_bytes=10, capacity=32),
-        ModelStats("small", running=1, capacity=1, alone="--kv-bits"),
+        ModelStats("small", running=1, capacity=1, alone="--kv-bits", undrafted="a window"),
     ),
     kv_bytes=11,
     prefix_cache_bytes=12,
@@ -319,8 +319,9 @@ def test_the_engine_s_figures_are_passed_on():
         assert (body["prefix_cache"]["entries"], body["prefix_cache"]["evictions"]) == (13, 14)
         assert body["drafts"] == {"drafted_tokens": 19, "accepted_tokens": 9}
         big = {"name": "big", "waiting": 1, "running": 4, "paused": 2, "weights_bytes": 10, "kv_bytes": 0}
-        assert body["models"][0] == {**big, "capacity": 32, "alone": "", "idle_s": 0.0}
-        assert (body["models"][1]["capacity"], body["models"][1]["alone"]) == (1, "--kv-bits")
+        assert body["models"][0] == {**big, "capacity": 32, "alone": "", "undrafted": "", "idle_s": 0.0}
+        small = body["models"][1]
+        assert (small["capacity"], small["alone"], small["undrafted"]) == (1, "--kv-bits", "a window")
         assert (body["paused"], body["preemptions"]) == (2, 19)
         lines = samples(server)
         assert lines['mlx_serve:num_requests_paused{model_name="big"}'] == 2

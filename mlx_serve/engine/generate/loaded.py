@@ -41,6 +41,10 @@ class LoadedBackend(Backend):
         return self._loaded.alone
 
     @property
+    def undrafted(self) -> str:
+        return self._loaded.undrafted
+
+    @property
     def cache_bytes(self) -> int:
         return self._loaded.prefix_cache.n_bytes + self._loaded.prefix_cache.unkept_bytes
 

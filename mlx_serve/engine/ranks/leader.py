@@ -111,6 +111,10 @@ class LedBackend:
         return self._part.alone
 
     @property
+    def undrafted(self) -> str:
+        return self._part.undrafted
+
+    @property
     def max_spare(self) -> int | None:
         return self._part.max_spare
 

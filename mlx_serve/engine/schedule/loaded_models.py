@@ -202,6 +202,7 @@ class LoadedModels:
             kv_bytes=backend.kv_bytes({job: tokens_expected(job, slot.outputs.expected) for job in running}),
             capacity=backend.capacity,
             alone=backend.alone,
+            undrafted=backend.undrafted,
             idle_s=0.0 if running else round(self._clock() - slot.used_s, 1),
         )
 
