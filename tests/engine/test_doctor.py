@@ -14,7 +14,7 @@ from mlx_serve.commands.doctor.checks import Probe
 from mlx_serve.neighbours import Neighbour
 from mlx_serve.probe import _architecture_fault
 from mlx_serve.supervise import report
-from tests.engine.tinymodel import GEMMA, LFM2, tiny_gemma, tiny_lfm2, write_model
+from tests.engine.tinymodel import GEMMA, LATENT, LFM2, tiny, tiny_gemma, tiny_lfm2, write_model
 
 DEADLINE_S = 120
 
@@ -90,6 +90,9 @@ def test_flags_that_the_model_s_caches_do_not_allow(run, model, tmp_path):
     status, findings = run("--model", recurrent, "--port", 0, "--draft-model", model)
     assert status == 1
     assert [text for text in problems(findings) if "--draft-model does not work" in text]
+    latent = write_model(tmp_path / "latent", make=lambda *_, **__: tiny(LATENT), **LATENT)
+    status, findings = run("--model", latent, "--port", 0, "--draft-model", model)
+    assert [text for text in problems(findings) if "expands the whole cache" in text]
     status, findings = run("--model", windowed, "--port", 0, "--prompt-cache-bits", 8)
     assert [text for text in problems(findings) if "--prompt-cache-bits does not work" in text and "[8]" in text]
     wide = write_model(tmp_path / "wide", head_dim=32)

@@ -18,8 +18,18 @@ from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import Gate, Grammar, Job, Prompt, Sampling, Started
 from tests.engine.fuzz import LONGCAT
-from tests.engine.test_trial import LATENT
-from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, nearly, one_by_one, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import (
+    EOS,
+    LATENT,
+    VOCAB_SIZE,
+    loaded,
+    nearly,
+    one_by_one,
+    tiny,
+    tiny_gemma,
+    tiny_lfm2,
+    tiny_llama,
+)
 
 # Texts that repeat themselves, so that drafts are made, and of different lengths.
 PROMPTS = [[1, 2, 3, 4, 5] * 6, [9, 8, 7] * 20, [5, 6, 5, 6, 5, 6], [*range(40, 60), 3, *range(40, 52)]]

@@ -9,7 +9,7 @@ from queue import SimpleQueue
 
 import pytest
 from mlx import nn
-from test_trial import ARCHITECTURES, LATENT, greedy
+from test_trial import ARCHITECTURES, greedy
 from transformers import PreTrainedTokenizerBase
 
 from mlx_serve.engine.backend import EngineLost
@@ -28,7 +28,9 @@ from tests.engine.tinymodel import (
     CONFIG,
     EOS,
     GEMMA,
+    LATENT,
     LFM2,
+    LLAMA4,
     VOCAB_SIZE,
     tiny,
     tiny_gemma,
@@ -324,7 +326,21 @@ def test_a_model_whose_pass_expands_its_cache_gets_no_drafts(root, caplog):
     write_model(root / "one", make=lambda *_, **__: tiny(LATENT), **LATENT)
     with pytest.raises(ApiError) as caught:
         opened(with_draft(root), "main")
-    assert "--draft-model does not work: a pass of several tokens expands" in str(caught.value.__cause__)
+    assert "no drafts with the model: a pass of several tokens expands the whole cache" in str(caught.value.__cause__)
+
+
+def test_a_model_that_runs_alone_on_caches_that_forget_says_why_it_gets_no_drafts(root, caplog):
+    caplog.set_level("INFO")
+    write_model(root / "chunked", make=lambda *_, **__: tiny(LLAMA4), **LLAMA4)
+    _, store = store_of(root)
+    scheduler = Scheduler(store, Limits())
+    scheduler.load("chunked")
+    (stats,) = scheduler.stats().models
+    assert (stats.alone, stats.undrafted) == (
+        "a batch cannot have its ChunkedKVCache",
+        "its ChunkedKVCache cannot be cut back",
+    )
+    assert "chunked: no drafts: its ChunkedKVCache cannot be cut back" in caplog.text
 
 
 def test_a_quantized_cache_that_the_model_cannot_have_is_refused_with_the_reason(root):

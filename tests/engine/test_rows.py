@@ -17,8 +17,7 @@ from mlx_serve.engine.cache.size import KvSize
 from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.rows import Rows
 from tests.engine import fuzz
-from tests.engine.test_trial import LATENT
-from tests.engine.tinymodel import kv_options, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import LATENT, WIDE_LFM2, kv_options, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MODELS = {
     "plain": tiny_llama,
@@ -30,6 +29,7 @@ MODELS = {
     "recurrent lists": lambda: tiny(fuzz.FALCON),
     "window lists": lambda: tiny(fuzz.BAICHUAN),
     "quantized": lambda: tiny_llama(head_dim=32),
+    "quantized, mixed": lambda: tiny(WIDE_LFM2),
 }
 CUT_BACK = ["plain", "windows", "latent", "lists", "quantized"]
 
@@ -39,7 +39,7 @@ def cache_of(name, model, tokens):
     cache = make_prompt_cache(model)
     if tokens:
         model(mx.array(tokens[:2])[None], cache=cache)
-    if name == "quantized":
+    if name.startswith("quantized"):
         maybe_quantize_kv_cache(cache, 0, 32, 8)
     if len(tokens) > 2:
         model(mx.array(tokens[2:])[None], cache=cache)
@@ -85,7 +85,7 @@ class Sequences:
         self.batch.begin(n_tokens)
         logits = self.model(mx.array(tokens), cache=self.batch.layers)
         # Another rounding before a number is quantized may change it by a whole step.
-        tolerance = 0.05 if self.name == "quantized" else 1e-3
+        tolerance = 0.05 if self.name.startswith("quantized") else 1e-3
         kept = n_kept or [n_tokens] * len(tokens)
         self.batch.advance(kept)
         for n, row, own, cache in zip(kept, logits, tokens, self.alone, strict=True):

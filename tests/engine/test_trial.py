@@ -1,5 +1,7 @@
 """What a model can do is tried: models that mlx-lm batches wrongly, caches that can't be quantized, or cut back."""
 
+from functools import partial
+
 import mlx.core as mx
 import pytest
 from mlx import nn
@@ -7,11 +9,24 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import Quantization
+from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.rows import QuantizedKvRows
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate import trial
-from tests.engine.tinymodel import CONFIG, EOS, LFM2, VOCAB_SIZE, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import (
+    CONFIG,
+    EOS,
+    LATENT,
+    LLAMA4,
+    VOCAB_SIZE,
+    WIDE_LFM2,
+    tiny,
+    tiny_gemma,
+    tiny_lfm2,
+    tiny_llama,
+)
 
 # The models of mlx-lm 0.32 that can't run in a batch, and what the trial says of them.
 ARCHITECTURES = {
@@ -84,24 +99,6 @@ ARCHITECTURES = {
         "fails in a batch",
     ),
 }
-# Multi-latent attention.
-LATENT = {
-    "model_type": "deepseek_v3",
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 32,
-    "qk_nope_head_dim": 32,
-    "first_k_dense_replace": 2,
-}
-# A recurrent state in one layer, a KV cache in the other.
-HYBRID = LFM2 | {"hidden_size": 128, "block_dim": 128}
 
 
 def greedy(model, prompt, n):
@@ -238,7 +235,8 @@ def test_drafts_are_tried_with_quantized_caches_too(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (tiny_gemma, ""),
+        (tiny_gemma, "its RotatingKVCache cannot be cut back"),
+        (lambda: tiny(LLAMA4), "its ChunkedKVCache cannot be cut back"),
         (lambda: tiny(LATENT), ""),
         (lambda: tiny(ARCHITECTURES["afm7"][0]), ""),
         (lambda: tiny(ARCHITECTURES["gpt_bigcode"][0]), ""),
@@ -249,6 +247,37 @@ def test_drafts_of_what_runs_alone_are_tried_alone(make, reason):
     fault = undrafted(make(), alone=True)
     assert reason in fault
     assert bool(fault) == bool(reason)
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma, tiny_lfm2, *(partial(tiny, one) for one in (LLAMA4, LATENT))])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_never_cut_back_is_called_so_when_the_model_is_loaded(make, alone):
+    cache = make_prompt_cache(model := make())
+    lone = LoneCache()
+    lone.join(cache, 0)
+    can = lone.can_cut_back if alone else BatchCache(cache).can_cut_back
+    assert ("cannot be cut back" not in trial.draft_fault(model, alone=alone)) is can
+
+
+class Remembers(llama.Model):
+    """What was taken back leaves a trace, outside of the caches' arrays."""
+
+    def __call__(self, inputs, cache):
+        layer = cache[0]
+        held = mx.array(layer.offset)
+        n_fed = getattr(layer, "n_fed", held)
+        layer.n_fed = n_fed + inputs.shape[1]
+        logits = super().__call__(inputs, cache)
+        return mx.where((n_fed > held).reshape(-1, 1, 1), mx.roll(logits, 1, axis=-1), logits)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_model_that_does_not_take_tokens_back_is_noticed(alone, monkeypatch):
+    model = Remembers(llama.ModelArgs.from_dict(CONFIG))
+    assert "off by" in undrafted(model, alone=alone)
+    # With nothing to take back it is like any other.
+    monkeypatch.setattr(trial, "_N_KEPT", (3, 3))
+    assert undrafted(model, alone=alone) == ""
 
 
 def test_a_latent_cache_is_expanded_also_by_quantized_weights_and_heads_that_share_keys_are_not():
@@ -272,7 +301,7 @@ def test_a_model_that_fails_alone_too_is_no_matter_of_batches():
         (lambda: bfloat16(lambda: tiny_llama(head_dim=32)), ""),
         (tiny_llama, "divisible"),
         (tiny_gemma, "RotatingKVCache"),
-        (lambda: tiny(HYBRID), ""),
+        (lambda: tiny(WIDE_LFM2), ""),
         (lambda: tiny(LATENT), "fails with one: 'list' object"),
         (lambda: tiny(ARCHITECTURES["longcat_flash_ngram"][0]), "does not quantize its KVCache"),
     ],
@@ -286,42 +315,12 @@ def test_whether_a_cache_can_be_quantized_is_tried(make, reason, computes):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (tiny_llama, ""),
-        (lambda: bfloat16(tiny_llama), ""),
-        (tiny_gemma, ""),
-        (tiny_lfm2, "its ArraysCache cannot be cut back"),
-        (lambda: tiny(ARCHITECTURES["afm7"][0]), ""),
-    ],
-)
-@pytest.mark.parametrize("computes", [True, False])
-def test_whether_tokens_can_be_taken_back_is_tried(make, reason, computes):
-    fault = trial.rewind_fault(make(), computes=computes)
-    assert reason in fault
-    assert bool(fault) == bool(reason)
-
-
-class Remembers(llama.Model):
-    """Its tokens leave a trace outside of the caches, so that they cannot be taken back."""
-
-    n_seen = 0
-
-    def __call__(self, inputs, cache):
-        self.n_seen += inputs.shape[1]
-        return mx.roll(super().__call__(inputs, cache), self.n_seen, axis=-1)
-
-
-def test_a_model_that_does_not_take_tokens_back_is_noticed():
-    model = Remembers(llama.ModelArgs.from_dict(CONFIG))
-    assert "off by" in trial.rewind_fault(model, computes=True)
-
-
-@pytest.mark.parametrize(
     ("target", "draft", "quantization", "reason"),
     [
-        (tiny_lfm2, tiny_llama, None, "the model cannot take tokens back"),
-        (tiny_llama, tiny_lfm2, None, "the draft model cannot take tokens back"),
+        (tiny_lfm2, tiny_llama, None, "no drafts with the model: its ArraysCache cannot be cut back"),
+        (tiny_llama, tiny_lfm2, None, "no drafts with the draft model: its ArraysCache cannot be cut back"),
+        (tiny_llama, lambda: tiny(LATENT), None, "the draft model: a pass of several tokens expands the whole cache"),
+        (lambda: tiny(LLAMA4), tiny_llama, None, "the model: a batch cannot have its ChunkedKVCache"),
         (tiny_llama, tiny_llama, Quantization(8, 32), "the KV cache of the model cannot be quantized"),
         (lambda: tiny_llama(head_dim=32), tiny_llama, Quantization(8, 32), "the KV cache of the draft model"),
     ],

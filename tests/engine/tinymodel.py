@@ -106,6 +106,50 @@ LFM2 = {
     "layer_types": ["conv", "full_attention"],
 }
 
+# The same with heads wide enough for quantized KV caches.
+WIDE_LFM2 = LFM2 | {"hidden_size": 128, "block_dim": 128}
+
+# Multi-latent attention.
+LATENT = {
+    "model_type": "deepseek_v3",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "first_k_dense_replace": 2,
+}
+# Three layers that attend to chunks before one that attends to everything.
+LLAMA4 = {
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text",
+        "attention_bias": False,
+        "attention_chunk_size": 16,
+        "head_dim": 8,
+        "hidden_size": 32,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": 64,
+        "intermediate_size_mlp": 64,
+        "max_position_embeddings": 512,
+        "num_attention_heads": 4,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "use_qk_norm": True,
+        "vocab_size": VOCAB_SIZE,
+    },
+}
 # Sliding windows in every other layer.
 GPT_OSS = {
     "model_type": "gpt_oss",

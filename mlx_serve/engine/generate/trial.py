@@ -1,8 +1,8 @@
 """What a model can do, tried on a few tokens when it is loaded, because no list of architectures would be complete.
 
-Whether its sequences can be run together, whether drafts can be checked, whether its KV cache can be quantized
-(--kv-bits), whether it can be cut back (--draft-model). Each function gives the reason why not, in a line, or "".
-Worker thread, or the doctor's process.
+Whether its sequences can be run together, whether drafts can be checked and wrong ones taken back, whether its KV cache
+can be quantized (--kv-bits). Each function gives the reason why not, in a line, or "". Worker thread, or the doctor's
+process.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mlx_serve.engine.backend import ALIKE
 from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import (
     Quantization,
+    is_complete,
     is_fixed,
     is_quantized,
     kind_names,
@@ -41,6 +42,10 @@ _FAULTS = (*ALIKE, MemoryError, RuntimeError)
 _LONG = tuple(range(3, 51))
 _SHORT = (7, 11)
 _N_TOKENS = 3
+# The tokens of the two passes with drafts that are tried, the first behind the last token of each prompt; any will do.
+_DRAFTS, _MORE = _LONG[: _N_TOKENS - 1], _LONG[_N_TOKENS : 2 * _N_TOKENS]
+# How many tokens each prompt keeps of the first of them.
+_N_KEPT = (2, 1)
 _FAILS = "it fails with several tokens per sequence"
 # The allowed distance between log-probabilities of the same tokens, as a fraction of their spread. Rounding to 16 bits
 # gives 0.01, and more where a token is near a tie between two experts. The long prompt starts alone, so it shows the
@@ -64,8 +69,8 @@ def refusal(
     """
     models = [("the model", model)] + ([("the draft model", draft_model)] if draft_model is not None else [])
     for which, one in models if draft_model is not None else []:
-        if fault := rewind_fault(one, computes=computes):
-            return f"--draft-model does not work: {which} cannot take tokens back: {fault}"
+        if fault := _row_fault(make_prompt_cache(one)) or draft_fault(one):
+            return f"--draft-model does not work: no drafts with {which}: {fault}"
     for which, one in models if quantization is not None else []:
         assert quantization is not None
         if fault := quantization_fault(one, quantization, computes=computes):
@@ -120,9 +125,10 @@ def _batch_fault(model: Any, quantization: Quantization | None) -> str:
 
 def draft_fault(model: Any, *, alone: bool = False) -> str:
     """Why nothing can be drafted for a model's sequences. ``alone``: they can't run together. Describes passes only."""
-    cache = make_prompt_cache(model)
-    if fault := _fixed_fault(cache):
-        return fault
+    # A batch's rows have room for a pass beside a window. mlx-lm's own caches forget what a pass pushes out of it.
+    forgets = (lambda layer: not is_complete(layer)) if alone else is_fixed
+    if faulty := list(filter(forgets, leaves(make_prompt_cache(model)))):
+        return f"its {kind_names(faulty)} cannot be cut back"
     # A sequence that runs alone has been expanded before, in the passes over its prompt.
     return "" if alone else _expansion(model)
 
@@ -137,38 +143,44 @@ def pass_fault(model: Any, quantization: Quantization | None = None, *, alone: b
 
 
 def _pass_fault(model: Any, quantization: Quantization | None, *, alone: bool) -> str:
-    """How a pass of several tokens per row fails, with both prompts as its rows, or each by itself."""
-    caches = [_prefilled(model, prompt, quantization) for prompt in (_LONG, _SHORT)]
+    """How passes of several tokens per row fail, with both prompts as its rows, or each by itself."""
+    prompts = (_LONG, _SHORT)
+    caches = [_prefilled(model, prompt, quantization) for prompt in prompts]
     own = copy.deepcopy(caches)
-    # Any tokens will do as drafts.
-    drafts = list(_LONG[: _N_TOKENS - 1])
-    rows = [(prompt, cache) for prompt, cache in zip((_LONG, _SHORT), caches, strict=True)]
+    sequences = list(zip(prompts, caches, _N_KEPT, strict=True))
     try:
-        passes = [[row] for row in rows] if alone else [rows]
-        logprobs = [one for some in passes for one in _in_one_pass(model, some, drafts, alone=alone)]
+        passes = [[one] for one in sequences] if alone else [sequences]
+        rows = [row for some in passes for row in _in_passes(model, some, alone=alone)]
     except _FAULTS as error:
         return f"{_FAILS}: {one_line(error)}"
-    # Nothing is said of a token behind the last one.
-    off = _off(model, own, [list(zip([*drafts, 0], seen, strict=True)) for seen in logprobs])
+    off = _off(model, own, rows)
     return f"with several tokens per sequence its log-probabilities are off by {off:.0%}" if off is not None else ""
 
 
-def _in_one_pass(
-    model: Any, rows: Sequence[tuple[Sequence[int], list[Any]]], drafts: list[int], *, alone: bool
-) -> mx.array:
-    """The log-probabilities behind each prompt's last token and the drafts, shape (rows, tokens, vocabulary).
+def _in_passes(
+    model: Any, sequences: Sequence[tuple[Sequence[int], list[Any], int]], *, alone: bool
+) -> list[list[tuple[int, mx.array]]]:
+    """What each sequence keeps of two passes with drafts: tokens, and the log-probabilities behind each of them.
 
-    ``rows``: each prompt, and a cache of all but its last token.
+    The first pass has wrong drafts. What they leave behind would be felt in the second one.
+    ``sequences``: a prompt, a cache of all but its last token, and how many tokens of the first pass are right.
     """
-    batch: BatchCache | LoneCache = LoneCache() if alone else BatchCache(rows[0][1])
+    batch: BatchCache | LoneCache = LoneCache() if alone else BatchCache(sequences[0][1])
+    rows: list[list[tuple[int, mx.array]]] = [[] for _ in sequences]
     with mx.stream(generation_stream):
-        for prompt, cache in rows:
+        for prompt, cache, _ in sequences:
             batch.join(cache, len(prompt) - 1)
-        batch.begin(1 + len(drafts))
-        logits = model(mx.array([[prompt[-1], *drafts] for prompt, _ in rows]), cache=batch.layers).astype(mx.float32)
-        logprobs: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        mx.eval(logprobs)
-        return logprobs
+        first = [[prompt[-1], *_DRAFTS] for prompt, *_ in sequences], [n for *_, n in sequences]
+        second = [list(_MORE) for _ in sequences], [len(_MORE) for _ in sequences]
+        for tokens, n_kept in (first, second):
+            batch.begin(_N_TOKENS)
+            logits = model(mx.array(tokens), cache=batch.layers).astype(mx.float32)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            mx.eval(logprobs)
+            batch.advance(n_kept)
+            for row, fed, seen, n in zip(rows, tokens, logprobs, n_kept, strict=True):
+                row.extend(zip(fed[:n], seen[:n], strict=True))
+    return rows
 
 
 def _expansion(model: Any) -> str:
@@ -222,36 +234,16 @@ def quantization_fault(model: Any, quantization: Quantization, *, computes: bool
     return "" if any(map(is_quantized, leaves(cache))) else "it has none"
 
 
-def rewind_fault(model: Any, *, computes: bool) -> str:
-    """Why a model can't drop tokens in a batch, as it must when a draft was wrong. ``computes`` as in ``refusal``."""
-    cache = make_prompt_cache(model)
-    if fault := _row_fault(cache):
-        return fault
-    if fault := _fixed_fault(cache):
-        return fault
-    if not computes:
-        return ""
-    straight = _prefilled(model, _LONG)
-    rows = BatchCache(cache)
-    prefill(model, cache, _LONG[:-3])
-    with mx.stream(generation_stream):
-        rows.join(cache, len(_LONG) - 3)
-        for tokens, n_kept in ((_SHORT, 0), (_LONG[-3:-1], 2)):
-            rows.begin(len(tokens))
-            mx.eval(model(_row(tokens), cache=rows.layers))
-            rows.advance([n_kept])
-        back = rows.copy(0)
-    apart = _distance(*(_logprobs(model, one, _LONG[-1]) for one in (straight, back)))
-    return "" if apart <= _TOLERANCE else f"cut back, its log-probabilities are off by {apart:.0%}"
-
-
 def _row_fault(cache: Sequence[Any]) -> str:
     faulty = [layer for layer in leaves(cache) if not can_join(layer)]
     return f"a batch cannot have its {kind_names(faulty)}" if faulty else ""
 
 
 def _together(model: Any, caches: Sequence[list[Any]]) -> list[list[tuple[int, mx.array]]]:
-    """Tokens and log-probabilities of both prompts, greedy, the short one joining after a token of the long one."""
+    """The last tokens of both prompts and their answers, greedy, and the log-probabilities behind each token.
+
+    The short prompt joins after a token of the long one's answer.
+    """
     rows = Rows(model)
     logprobs: list[list[mx.array]] = [[], []]
     joining = [
@@ -271,7 +263,9 @@ def _together(model: Any, caches: Sequence[list[Any]]) -> list[list[tuple[int, m
     rows.join(short, caches[1])
     while len(tokens[short]) < _N_TOKENS:
         step()
-    return [list(zip(tokens[row], seen, strict=False)) for row, seen in zip(joining, logprobs, strict=True)]
+    # The rows are a token ahead.
+    fed = [[prompt[-1], *tokens[row][:-1]] for prompt, row in zip((_LONG, _SHORT), joining, strict=True)]
+    return [list(zip(own, seen, strict=False)) for own, seen in zip(fed, logprobs, strict=True)]
 
 
 def _noted(seen: list[mx.array], logprobs: mx.array) -> mx.array:
@@ -280,31 +274,20 @@ def _noted(seen: list[mx.array], logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-def _fixed_fault(cache: Sequence[Any]) -> str:
-    fixed = [layer for layer in leaves(cache) if is_fixed(layer)]
-    return f"its {kind_names(fixed)} cannot be cut back" if fixed else ""
-
-
 def _off(model: Any, caches: Sequence[list[Any]], rows: Sequence[Sequence[tuple[int, mx.array]]]) -> float | None:
     """How far the log-probabilities of both prompts are from those of a token at a time; None: near enough.
 
-    ``caches``: all but the last token of each prompt. ``rows``: the tokens that follow, and what was said of each.
+    ``caches``: all but the last token of each prompt. ``rows``: the tokens from there on, and what was said behind each
+    of them.
     """
-    long, short = (
-        median(_apart(model, prompt, cache, row))
-        for prompt, cache, row in zip((_LONG, _SHORT), caches, rows, strict=True)
-    )
+    long, short = (median(_apart(model, cache, row)) for cache, row in zip(caches, rows, strict=True))
     is_near = long <= _TOLERANCE and short <= max(_LEAST_TOLERANCE, _TIMES_THE_LONG_ONE_S * long)
     return None if is_near else max(long, short)
 
 
-def _apart(model: Any, prompt: Sequence[int], cache: list[Any], rows: Sequence[tuple[int, mx.array]]) -> list[float]:
-    """The distance of each row from the model's result for the same tokens without a batch."""
-    found, last = [], prompt[-1]
-    for token, row in rows:
-        found.append(_distance(_logprobs(model, cache, last), row.astype(mx.float32)))
-        last = token
-    return found
+def _apart(model: Any, cache: list[Any], row: Sequence[tuple[int, mx.array]]) -> list[float]:
+    """The distance of what was said behind each token from what the model says of it without a batch."""
+    return [_distance(_logprobs(model, cache, token), seen.astype(mx.float32)) for token, seen in row]
 
 
 def _prefilled(model: Any, prompt: Sequence[int], quantization: Quantization | None = None) -> list[Any]:
