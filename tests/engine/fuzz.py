@@ -6,7 +6,7 @@ python -m tests.engine.fuzz --kind windows --sessions 1 --seed 17    # a session
 Jobs join, are paused and are cancelled between steps, have prompts that begin alike, are sampled with seeds, penalties
 and biases, and come several at a time with one prompt (``n``). Steps draft any number of tokens, from the jobs' own
 texts and from predictions of their answers, where the tokens of a pass can be dropped again. The kinds differ in their
-caches: plain ones, sliding windows, recurrent states, lists of caches, and what runs one job at a time.
+caches: plain ones, sliding windows, recurrent states, lists of caches, latent ones, and what runs one job at a time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_serve.engine.backend import StepPlan
 from mlx_serve.engine.cache import file as cache_file
 from mlx_serve.engine.cache import index as cache_index
 from mlx_serve.engine.cache import prefixes as cache_prefixes
@@ -44,7 +45,6 @@ from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.generate.draft_length import LENGTHS
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from mlx_serve.engine.generate.token_choice import make_choice
 from mlx_serve.values import (
     Failed,
@@ -59,6 +59,7 @@ from mlx_serve.values import (
 )
 from tests.engine.tinymodel import (
     GPT_OSS,
+    LATENT,
     QWEN3_NEXT,
     VOCAB_SIZE,
     loaded,
@@ -174,6 +175,8 @@ KINDS = {
     "lists": Kind(lambda: tiny(LONGCAT)),
     "recurrent lists": Kind(lambda: tiny(FALCON)),
     "window lists": Kind(lambda: tiny(BAICHUAN)),
+    "latent": Kind(lambda: tiny(LATENT)),
+    "latent, one by one": Kind(lambda: tiny(LATENT), alone=True),
     "plain, one by one": Kind(tiny_llama, alone=True),
     "windows, one by one": Kind(tiny_gemma, alone=True),
     "recurrent, one by one": Kind(lambda: tiny(MAMBA), alone=True),
