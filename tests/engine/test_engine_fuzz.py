@@ -4,7 +4,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from mlx_serve.engine.generate.batch import BatchBackend
+from mlx_serve.engine.generate.prompts import Prompts
 from mlx_serve.values import Job, Prompt, Sampling
 from tests.engine import fuzz
 
@@ -48,7 +48,7 @@ def test_prefixes_are_shared_and_jobs_cancelled():
 
 
 def test_a_wrong_token_is_found(monkeypatch):
-    share = BatchBackend._share
+    share = Prompts._share
 
     def share_another(self, prompt, donor):
         # As long as it should be, but of other tokens.
@@ -56,7 +56,7 @@ def test_a_wrong_token_is_found(monkeypatch):
         cache[0].keys = cache[0].keys[..., ::-1, :]
         return cache
 
-    monkeypatch.setattr(BatchBackend, "_share", share_another)
+    monkeypatch.setattr(Prompts, "_share", share_another)
     outcome = fuzz.Outcome()
     for seed in range(3):
         fuzz.run("plain", seed, outcome)

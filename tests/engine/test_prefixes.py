@@ -16,7 +16,6 @@ from mlx_serve.engine.cache.lone import LoneCache
 from mlx_serve.engine.cache.prefix_tree import as_ids, common
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
-from mlx_serve.engine.generate import batch
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.testing import FakeModels
@@ -269,7 +268,7 @@ def test_every_other_turn_is_the_first_prompt_s_and_the_others_go_to_the_one_soo
     left = []
     for _ in range(6):
         seen.step(StepPlan(16, decodes=False))
-        left.append([sequence.n_left for sequence in seen.backend._prompts])
+        left.append([sequence.n_left for sequence in seen.backend._prompts.waiting])
     assert left == [[104, 80], [104, 64], [88, 64], [88, 48], [72, 48], [72, 32]]
 
 
@@ -287,7 +286,7 @@ def test_what_is_left_of_a_step_is_spent_on_the_next_prompts(model):
     for i in range(5):
         seen.backend.insert(job([i, i]))
     seen.step(StepPlan(64, decodes=False))
-    assert len(seen.backend._prefilled) == 5
+    assert len(seen.backend._prompts.prefilled) == 5
 
 
 def test_prompts_that_came_together_get_their_first_token_in_the_same_step(model):
@@ -295,7 +294,7 @@ def test_prompts_that_came_together_get_their_first_token_in_the_same_step(model
     jobs = [job([i, *SYSTEM]) for i in range(3)]
     for a_job in jobs:
         seen.backend.insert(a_job)
-    while seen.backend._prompts:
+    while seen.backend._prompts.waiting:
         seen.step(StepPlan(32, decodes=False))
         assert not seen.tokens
     while len(seen.tokens.get(jobs[0], ())) < 6:
@@ -312,7 +311,7 @@ def test_a_job_is_cancelled_before_in_and_after_its_prefill(model, n_steps):
     for _ in range(n_steps):
         seen.step(StepPlan(32, decodes=False))
     seen.backend.remove([first])
-    assert [*seen.backend._prompts, *seen.backend._prefilled] == []
+    assert [*seen.backend._prompts.waiting, *seen.backend._prompts.prefilled] == []
     assert seen.backend.n_cached == (n_steps > 0)
     assert seen.run(second) == [fresh(batch_of, model, [*SYSTEM, 9])]
     assert seen.cached[second] == {0: 0, 1: 32, 20: len(SYSTEM) - 1}[n_steps]
@@ -336,9 +335,9 @@ def test_a_prompt_that_fails_on_the_way_leaves_no_cache(model, monkeypatch):
     seen = Seen(single_of(model))
     seen.backend.insert(job(SYSTEM))
     seen.step(StepPlan(40))
-    monkeypatch.setattr("mlx_serve.engine.generate.batch.prefill", lambda *_: 1 / 0)
+    monkeypatch.setattr("mlx_serve.engine.generate.prompts.prefill", lambda *_: 1 / 0)
     seen.step(StepPlan(40))
-    assert not seen.backend._prompts
+    assert not seen.backend._prompts.waiting
     assert seen.backend.n_cached == 0
 
 
@@ -348,7 +347,7 @@ def test_what_a_cancelled_job_computed_is_held_by_nobody_who_waits_for_it(model)
     seen.backend.insert(first)
     seen.backend.insert(second)
     seen.step()
-    cache = weakref.ref(seen.backend._prompts[0].cache[0])
+    cache = weakref.ref(seen.backend._prompts.waiting[0].cache[0])
     seen.backend.remove([first])
     assert cache() is None
 
@@ -373,7 +372,7 @@ def test_a_short_prompt_takes_no_room_for_the_long_one_whose_beginning_it_has(mo
         seen.run(long)
     seen.backend.insert(short)
     seen.step(StepPlan(64, decodes=False))
-    (sequence,) = seen.backend._prefilled
+    (sequence,) = seen.backend._prompts.prefilled
     assert sequence.n_done == len(SYSTEM) + 2
     # mlx-lm gets room for 256 tokens at a time.
     assert all(layer.keys.shape[2] <= len(SYSTEM) + 256 for layer in sequence.cache)
@@ -421,7 +420,7 @@ def test_prompts_that_do_not_run_side_by_side_run_alone(model, monkeypatch, erro
     def refuse(*_):
         raise error
 
-    monkeypatch.setattr(batch, "prefill_together", refuse)
+    monkeypatch.setattr("mlx_serve.engine.generate.prompts.prefill_together", refuse)
     seen = Seen(batch_of(model))
     prompts = [list(range(1, 12)), list(range(20, 31))]
     jobs = [job(prompt, 6) for prompt in prompts]
@@ -809,7 +808,7 @@ def test_of_a_running_sequence_whose_cache_is_not_as_it_should_be_nothing_is_sha
     first, second = job([*SYSTEM, 1]), job([*SYSTEM, 2])
     seen.backend.insert(first)
     seen.step(StepPlan(80, decodes=False))
-    seen.backend._prompts[0].n_done -= 3
+    seen.backend._prompts.waiting[0].n_done -= 3
     seen.backend.insert(second)
     while second not in seen.cached:
         seen.step(StepPlan(1, decodes=False))
@@ -842,7 +841,7 @@ def test_nothing_is_shared_with_a_running_prompt_of_another_scope(model, n_done)
     seen = Seen(batch_of(model, BatchOptions(prefill_step_size=16)))
     first = job(SYSTEM, 50, scope="a")
     seen.backend.insert(first)
-    while (first not in seen.tokens) if n_done == len(SYSTEM) else seen.backend._prompts[0].n_done < n_done:
+    while (first not in seen.tokens) if n_done == len(SYSTEM) else seen.backend._prompts.waiting[0].n_done < n_done:
         seen.step(StepPlan(16, decodes=n_done == len(SYSTEM)))
     other, own = job([*SYSTEM, 9], scope="b"), job([*SYSTEM, 9], scope="a")
     assert seen.run(other, own) == [fresh(batch_of, model, [*SYSTEM, 9])] * 2

@@ -41,8 +41,8 @@ def faulty(fault: Fault, root: Path) -> tuple[str, str]:
 FAULTS = (
     Fault(
         "a decoding job's cache is kept under one token less",
-        "self._store(sequence, as_ids(row.tokens), cache, is_pause=is_pause)",
-        "self._store(sequence, as_ids(row.tokens[:-1]), cache, is_pause=is_pause)",
+        "if self.row is None else as_ids(self.row.tokens)",
+        "if self.row is None else as_ids(self.row.tokens[:-1])",
         (PREFIXES,),
     ),
     Fault(
@@ -179,8 +179,8 @@ FAULTS = (
     ),
     Fault(
         "a paused job begins with its prompt again",
-        "sequence.as_new(as_ids([*row.tokens, token]))",
-        "sequence.as_new(sequence.ids)",
+        "ids = as_ids([*sequence.held, token])",
+        "pass",
         ("tests/engine/test_pause.py",),
     ),
     Fault(
@@ -251,9 +251,8 @@ FAULTS = (
     ),
     Fault(
         "a shared cache is longer than what is shared",
-        "shared = cut(cache, donor.n_done, donor.trail.kept, prompt.n_done)\n"
-        "        if not is_whole(shared, prompt.n_done):",
-        "shared = cut(cache, donor.n_done, (), donor.n_done)\n        if not shared:",
+        "shared = cut(donor.cache, donor.n_done, checkpoints, prompt.n_done)",
+        "shared = cut(donor.cache, donor.n_done, (), donor.n_done)\n            return shared",
         (PREFIXES, FUZZ),
     ),
     Fault(
@@ -264,7 +263,7 @@ FAULTS = (
     ),
     Fault(
         "a sequence's checkpoints are not kept with it",
-        "checkpoints=sequence.trail.kept",
+        "checkpoints=self.trail.kept",
         "checkpoints=()",
         ("tests/engine/test_checkpoint_reuse.py",),
     ),

@@ -63,7 +63,7 @@ ORDER = {
     " loading disk prefix_tree prefixes",
     "engine/generate": "pass_cost prefill_budget prefill side_by_side logprobs prediction drafts draft_length"
     " draft_model row bank rows trial pooling reasoning grammars constraints look_ahead sampling token_choice scoring"
-    " embedding sequence sharing loaded batch",
+    " embedding sequence sharing prompts in_line batch",
     "engine/models": "wired encoding tokenizer tokenizers weights sharding store",
     "engine/ranks": "group protocol follower leader",
     "engine/schedule": "deadlines heartbeat queue output_lengths charges loaded_models room pressure scheduler watch"
@@ -78,7 +78,7 @@ ORDER = {
     " request_reader exchange connection doorstep listener server",
 }
 MAY_IMPORT_MLX = {
-    "engine/generate/batch.py",
+    "engine/generate/prompts.py",
     "engine/generate/prefill.py",
     "engine/generate/side_by_side.py",
     "engine/generate/logprobs.py",

@@ -37,7 +37,7 @@ class PrefillBudget:
     """Plans steps by the measured cost of passes. ``step_size``: the most prompt tokens in one step."""
 
     def __init__(self, step_size: int) -> None:
-        self._step_size = step_size
+        self.step_size = step_size
         self._cost = PassCost()
         # The time that a step's decoding takes, and the prefill time since the last decoding.
         self._decode_s = 0.0
@@ -66,7 +66,7 @@ class PrefillBudget:
 
     def prefill_s(self, n_tokens: int) -> float:
         """How long so many tokens would take with nobody decoding; 0 before a pass was measured."""
-        n_passes = -(-n_tokens // self._step_size)
+        n_passes = -(-n_tokens // self.step_size)
         return n_passes * self._cost.overhead_s + n_tokens * self._cost.per_token_s
 
     def note_decoding(self, seconds: float) -> None:
@@ -91,8 +91,8 @@ class PrefillBudget:
 
     def _tokens(self, seconds: float) -> int:
         if not self._cost.per_token_s:
-            return min(_FIRST_TOKENS, self._step_size)
+            return min(_FIRST_TOKENS, self.step_size)
         n = min(self._cost.tokens(seconds), _GROWTH * self._cost.longest)
         # Whole multiples, so that the same shapes come again; up rather than down, since short slices are overhead.
         n = -(-n // _LEAST_TOKENS) * _LEAST_TOKENS
-        return min(max(n, _LEAST_TOKENS), self._step_size)
+        return min(max(n, _LEAST_TOKENS), self.step_size)

@@ -11,8 +11,8 @@ from typing import Any
 
 from mlx_serve.engine.cache.checkpoints import Trail, reach, reach_of
 from mlx_serve.engine.cache.loading import Loading
-from mlx_serve.engine.cache.prefix_tree import Ids
-from mlx_serve.engine.cache.prefixes import PromptPlace
+from mlx_serve.engine.cache.prefix_tree import Ids, as_ids
+from mlx_serve.engine.cache.prefixes import PrefixCache, PromptPlace
 from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.token_choice import TokenChoice
 
@@ -63,6 +63,32 @@ class RunningSequence:
     def scope(self) -> str:
         """The scope whose caches the job may use, and to which its own cache belongs."""
         return self.choice.job.scope
+
+    @property
+    def held(self) -> Ids:
+        """The tokens that its cache holds."""
+        return self.ids[: self.n_done] if self.row is None else as_ids(self.row.tokens)
+
+    def enter(self, kept: PrefixCache) -> None:
+        """Come into the batch: from now on other prompts are compared with it."""
+        self.place = kept.place(self.ids, self.scope)
+
+    def leave(self, kept: PrefixCache, cache: list[Any] | None = None, *, is_pause: bool = False) -> None:
+        """Leave the batch, with ``cache`` as a kept prefix. Prompts may refer to the sequence until they look again."""
+        self.cache = None
+        if self.loading is not None:
+            self.loading.cancel()
+        self.loading = None
+        job = self.choice.job
+        if not is_pause:
+            kept.unpin(job)
+        assert self.place is not None
+        kept.leave(self.place)
+        if cache is not None:
+            ids = self.held
+            n_prompt = min(len(job.prompt.tokens), len(ids))
+            paused = job if is_pause else None
+            kept.store(ids, cache, self.scope, n_prompt=n_prompt, checkpoints=self.trail.kept, paused=paused)
 
     def as_new(self, ids: Ids) -> RunningSequence:
         """The sequence as it comes back after a pause, with these tokens."""

@@ -23,36 +23,36 @@ class Sharing:
         self._shares = shares
         self._trimmable = trimmable
         self._begun: list[RunningSequence] = []
+        self._loading: list[RunningSequence] = []
         self._done: list[RunningSequence] = []
         self._kept_version = -1
         self._version = 0
 
-    def update(self, begun: list[RunningSequence], done: list[RunningSequence]) -> None:
-        """Say which sequences are being prefilled, and which have their whole prompts in their caches."""
+    def update(self, waiting: list[RunningSequence], done: list[RunningSequence]) -> None:
+        """Say which prompts wait or are being prefilled, and which sequences have all of theirs in their caches."""
+        begun = [prompt for prompt in waiting if prompt.cache is not None]
+        self._loading = [prompt for prompt in waiting if prompt.loading is not None]
         if (self._kept_version, self._begun, self._done) != (self._kept.version, begun, done):
             self._version += 1
             self._kept_version, self._begun, self._done = self._kept.version, begun, done
 
-    def waits(self, prompt: RunningSequence, loading: Iterable[RunningSequence]) -> bool:
-        """Whether a prompt should wait for another one. Also records what it could reuse now.
-
-        ``loading``: the prompts whose caches are being read from disk.
-        """
+    def waits(self, prompt: RunningSequence) -> bool:
+        """Whether a prompt should wait for another one. Also records what it could reuse now."""
         found = prompt.found
         if found.version != self._version:
             found = prompt.found = self._find(prompt)
         donor, n_done = self._best(found.coming, found.donor, found.n_done)
         prompt.donor, prompt.n_done = donor, n_done
-        n_coming = self.to_load(prompt, loading)
+        n_coming = self.to_load(prompt)
         for other, n_common in found.coming:
             if not self._trimmable and n_common >= n_done + MIN_SHARED:
                 other.trail.want(other.n_done, n_common)
             n_coming = max(n_coming, other.will_give(n_common, trimmable=self._trimmable))
         return n_coming >= n_done + MIN_SHARED
 
-    def to_load(self, prompt: RunningSequence, loading: Iterable[RunningSequence]) -> int:
+    def to_load(self, prompt: RunningSequence) -> int:
         """How much of a prompt is being read from disk for others."""
-        n_loaded = (other.will_load(prompt.common(other), trimmable=self._trimmable) for other in loading)
+        n_loaded = (other.will_load(prompt.common(other), trimmable=self._trimmable) for other in self._loading)
         return max(n_loaded, default=0)
 
     def _find(self, prompt: RunningSequence) -> Reusable:

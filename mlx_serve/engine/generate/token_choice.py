@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 from mlx_lm.sample_utils import LogitsProcessor
@@ -60,9 +60,10 @@ class Loaded:
 
 @dataclass(slots=True)
 class TokenChoice:
-    """A job's sampler, its logits processors, and what they say about each token."""
+    """A job's sampler, its logits processors, what they say about each token, and the tokens that end the output."""
 
     job: Job
+    ends: frozenset[int]
     sampler: Any
     processors: list[Any]
     constraint: Constraint | None
@@ -91,7 +92,7 @@ class TokenChoice:
             self.fault = internal_error()
             return otherwise
 
-    def event(self, token: int, finish: Any) -> TokenEvent | Failed:
+    def event(self, token: int) -> TokenEvent | Failed:
         """The event of the output's next token. The batch is a token ahead, so a fault may be early too."""
         position = self.n_output
         if self.prediction is not None:
@@ -101,6 +102,8 @@ class TokenChoice:
             return Failed(self.job.index, self.fault)
         if self.constraint is not None and self.constraint.fault and self.constraint.fault_at <= position:
             return Failed(self.job.index, _grammar_failed(self.constraint.fault))
+        is_full = self.n_output >= self.job.sampling.max_tokens
+        finish: Literal["stop", "length"] | None = "stop" if token in self.ends else "length" if is_full else None
         if self.logprobs is None:
             return TokenEvent(self.job.index, token, finish)
         return TokenEvent(self.job.index, token, finish, *self.logprobs.take(position, token))
@@ -117,7 +120,7 @@ def make_choice(job: Job, loaded: Loaded) -> TokenChoice:
     if isinstance(sampler, Seeded):
         processors.append(sampler.follow)
     prediction = Prediction(job.prediction) if job.prediction else None
-    choice = TokenChoice(job, sampler, [], constraint, logprobs, prediction)
+    choice = TokenChoice(job, loaded.eos_ids, sampler, [], constraint, logprobs, prediction)
     choice.processors = [_Guarded(processor, choice) for processor in processors]
     if constraint is not None and sampling.grammar is not None and loaded.vocabulary is not None:
         texts = loaded.vocabulary.tokens().texts

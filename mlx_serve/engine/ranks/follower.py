@@ -13,7 +13,7 @@ from mlx_serve.engine.ranks.protocol import JointOpening, Store, job_of
 from mlx_serve.values import ApiError, Event, Job
 
 if TYPE_CHECKING:  # they import MLX
-    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.generate.batch import BatchBackend
     from mlx_serve.engine.ranks.group import Ranks
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Follower:
 class _Part:
     """The backend of a rank other than 0, and its jobs by number. Their events are not used."""
 
-    def __init__(self, backend: LoadedBackend) -> None:
+    def __init__(self, backend: BatchBackend) -> None:
         self.backend = backend
         self._jobs: dict[int, Job] = {}
         self._numbers: dict[Job, int] = {}

@@ -13,7 +13,7 @@ from mlx_serve.values import Event, Job
 
 if TYPE_CHECKING:  # they import MLX
     from mlx_serve.engine.cache.prefixes import PrefixCache
-    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.generate.batch import BatchBackend
     from mlx_serve.engine.ranks.group import Ranks
 
 # How long all ranks sleep at a time when idle, because MLX waits for a message in a busy loop. A request that comes
@@ -97,7 +97,7 @@ class Leader:
 class LedBackend:
     """Rank 0's Backend, which announces its actions. Messages refer to jobs by number; all figures are this rank's."""
 
-    def __init__(self, leader: Leader, name: str, part: LoadedBackend, kept: PrefixCache) -> None:
+    def __init__(self, leader: Leader, name: str, part: BatchBackend, kept: PrefixCache) -> None:
         self.capacity = part.capacity
         self._leader = leader
         self._name = name

@@ -22,7 +22,7 @@ from mlx_serve.values import ApiError, Gate, Grammar, Inputs, Job, Marker, Promp
 
 if TYPE_CHECKING:  # they import MLX
     from mlx_serve.engine.cache.prefixes import PrefixCache
-    from mlx_serve.engine.generate.loaded import LoadedBackend
+    from mlx_serve.engine.generate.batch import BatchBackend
     from mlx_serve.engine.ranks.group import Ranks
 
 _READING, _READ, _FAILED = range(3)
@@ -43,7 +43,7 @@ class Store(ModelLoader, Protocol):
     def read(self, name: str) -> Generator[None, None, None]:
         """Read a model's weights in slices."""
 
-    def finish(self, name: str) -> LoadedBackend:
+    def finish(self, name: str) -> BatchBackend:
         """A backend for a model that was read. All ranks call this together."""
 
     def prefix_cache(self, name: str) -> PrefixCache:
@@ -64,7 +64,7 @@ class JointOpening:
         self._state = _READING
         self._error: ApiError | None = None
 
-    def go_on(self) -> LoadedBackend | None:
+    def go_on(self) -> BatchBackend | None:
         """Load a slice on every rank. Returns the backend when all are done; raises ApiError on all if one failed."""
         with self._ranks.stream():
             self._read()
