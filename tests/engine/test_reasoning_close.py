@@ -8,8 +8,8 @@ from mlx_serve.engine.generate.grammars import Vocabulary
 from mlx_serve.engine.models.tokenizer import MlxTokenizer
 from mlx_serve.text.grammar import Rule, compile_rule
 from mlx_serve.values import ApiError, Gate, Grammar, Marker, ReasoningBudget
+from tests.engine.test_batch import batch_of, job, offline, run, single_of, tokens
 from tests.engine.test_drafts_in_batch import Always, drafting
-from tests.engine.test_mlx_backend import batch_of, job, offline, run, single_of, tokens
 from tests.engine.tinymodel import EOS, VOCAB_SIZE, loaded, tiny_llama, write_model
 
 # Control tokens of the tiny tokenizer, which the tiny model does not write here by itself.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-BACKEND = "tests/engine/test_mlx_backend.py"
+BACKEND = "tests/engine/test_batch.py"
 CONSTRAINTS = "tests/engine/test_constraints.py"
 DRAFT_MODEL = "tests/engine/test_draft_model.py"
 FUZZ = "tests/engine/test_engine_fuzz.py"

@@ -1,4 +1,4 @@
-"""The MLX backends on tiny random models: what they generate is what mlx-lm generates."""
+"""The batch on tiny random models: what it generates is what mlx-lm generates."""
 
 import json
 import random
