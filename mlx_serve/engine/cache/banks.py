@@ -24,13 +24,14 @@ def bank_of(length: int) -> int:
 def rows_bytes(size: Callable[[int], int], spans: Sequence[tuple[int, int]]) -> int:
     """The most bytes that rows take while each grows from one length to another. ``size``: the bytes for a length.
 
-    A row costs what the longest row of its bank does, and a growing row passes through all banks on its way. What it
-    costs there is never more than in the last one, so each row counts once.
+    A row costs what the longest row of its bank does, with the tokens of a pass: wrong drafts take memory, too. A
+    growing row passes through all banks on its way. What it costs there is never more than in the last one, so each row
+    counts once.
     """
     n_rows: dict[int, int] = defaultdict(int)
     longest: dict[int, int] = defaultdict(int)
     for first, last in spans:
         n_rows[bank_of(last)] += 1
         for bank in range(bank_of(first), bank_of(last) + 1):
-            longest[bank] = max(longest[bank], min(last, _FIRST_BANK * _TIMES_LONGER**bank))
+            longest[bank] = max(longest[bank], min(last + MAX_PASS, _FIRST_BANK * _TIMES_LONGER**bank))
     return sum(n * size(longest[bank]) for bank, n in n_rows.items())
