@@ -34,18 +34,21 @@ def model(tmp_path_factory):
 
 @contextmanager
 def serving(*flags):
-    """The server that a command line for mlx_lm.server starts; gives a function that posts to it."""
+    """The server that a command line for mlx_lm.server starts; gives a function that posts to it, or gets a page."""
     settings = config.from_args(["--port", "0", *map(str, flags)], {})
     with serve.configured(settings, *serve.open_models(settings)) as server:
 
-        def post(path, body):
+        def post(path, body=None):
             connection = http.client.HTTPConnection(*server.http.address, timeout=DEADLINE_S)
-            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             raw = response.read()
             connection.close()
             assert response.status == 200, raw
-            return raw.decode() if body.get("stream") else json.loads(raw)
+            return raw.decode() if body is not None and body.get("stream") else json.loads(raw)
 
         yield post
 
