@@ -532,6 +532,20 @@ def test_xtc_drops_all_tokens_over_the_threshold_but_the_least_likely():
     assert 0 in {int(keep(mx.log(probs))[0]) for _ in range(200)}
 
 
+@pytest.mark.parametrize("make", [batch_of, single_of])
+def test_what_all_logits_have_in_common_changes_no_draw(model, make):
+    """The filters sum exponentials, and a bias may move those of the logits out of the range of float32."""
+
+    def drawn(more):
+        backend = make(model)
+        bias = tuple((token, more) for token in range(VOCAB_SIZE))
+        one = job([1, 2, 3], 20, temperature=1.0, top_p=0.6, seed=4, logit_bias=bias)
+        backend.insert(one)
+        return tokens(run(backend, [one])[0])
+
+    assert drawn(-100.0) == drawn(0.0) == drawn(100.0)
+
+
 @pytest.mark.parametrize("top_p", [1e-46, 1e-40, 1e-9])
 def test_a_nucleus_too_small_for_float32_is_the_likeliest_token(model, top_p):
     backend = batch_of(model)

@@ -14,10 +14,13 @@ from mlx_serve.engine.cache.batch_cache import BatchCache
 from mlx_serve.engine.cache.kinds import Quantization, is_quantized
 from mlx_serve.engine.cache.rows import MAX_PASS, can_join
 from mlx_serve.engine.cache.size import KvSize
+from mlx_serve.engine.generate.logprobs import OutputLogprobs
 from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.rows import Rows
+from mlx_serve.engine.generate.sampling import make_processors, make_sampler
+from mlx_serve.values import Sampling
 from tests.engine import fuzz
-from tests.engine.tinymodel import LATENT, WIDE_LFM2, kv_options, tiny, tiny_gemma, tiny_lfm2, tiny_llama
+from tests.engine.tinymodel import LATENT, VOCAB_SIZE, WIDE_LFM2, kv_options, tiny, tiny_gemma, tiny_lfm2, tiny_llama
 
 MODELS = {
     "plain": tiny_llama,
@@ -319,3 +322,34 @@ def test_a_sequence_is_quantized_once_it_is_long_enough(alone):
     assert tokens == want
     cache, _ = rows.leave(row)
     assert all(map(is_quantized, cache))
+
+
+def test_the_next_pass_is_started_before_the_tokens_of_the_last_one_are_read(monkeypatch):
+    model = tiny_llama()
+    seeded = make_sampler(Sampling(9, temperature=1.0, seed=3), vocab_size=VOCAB_SIZE, kept_by_xtc=())
+    penalties = Sampling(9, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5)
+    prompt = [*range(50, 66)]
+    rows = Rows(model)
+    for row in (
+        Row(prompt[:-1], prompt[-1]),
+        Row(prompt[:-1], prompt[-1], processors=make_processors(penalties)),
+        Row(prompt[:-1], prompt[-1], seeded, [seeded.follow]),
+        Row(prompt[:-1], prompt[-1], logprobs=OutputLogprobs(2)),
+    ):
+        rows.join(row, cache_of("plain", model, prompt[:-1]))
+    order = []
+
+    def noted(owner, name, what):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: (order.append(what), real(*args, **kwargs))[1])
+
+    noted(mx, "async_eval", "started")
+    for owner, name in ((mx, "eval"), (mx.array, "tolist"), (mx.array, "item")):
+        noted(owner, name, "read")
+    rows.step()
+    order.clear()
+    for _ in range(5):
+        assert len(rows.step()) == 4
+        # The log-probabilities and the drawn tokens are computed first.
+        assert order == ["started", "started", "read"]
+        order.clear()

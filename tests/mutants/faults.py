@@ -8,8 +8,10 @@ from pathlib import Path
 BACKEND = "tests/engine/test_batch.py"
 CONSTRAINTS = "tests/engine/test_constraints.py"
 DRAFT_MODEL = "tests/engine/test_draft_model.py"
+DRAFTS = "tests/engine/test_drafts_in_batch.py"
 FUZZ = "tests/engine/test_engine_fuzz.py"
 CHECKPOINTS = "tests/engine/test_checkpoints.py"
+MEMORY = "tests/engine/test_memory_limit.py"
 ROWS = "tests/engine/test_rows.py"
 PREFIXES = "tests/engine/test_prefixes.py"
 PREEMPTION = "tests/pure/test_preemption.py"
@@ -122,6 +124,48 @@ FAULTS = (
         "self._model(mx.array([unseen]), cache=cache)",
         "pass",
         (DRAFT_MODEL,),
+    ),
+    Fault(
+        "how often the draft model would be right is never found out without drafts",
+        "if self._n_caught_up % _COMPARED:",
+        "if True:",
+        (DRAFT_MODEL,),
+    ),
+    Fault(
+        "the tokens of a pass are read before the next one is started",
+        "fed = self._drawn\n",
+        "fed = self._drawn\n        fed.tolist()\n",
+        (ROWS,),
+    ),
+    Fault(
+        "tokens are drawn from logits that are no log-probabilities",
+        "if sampler is not greedy_sampler:",
+        "if False:",
+        (BACKEND,),
+    ),
+    Fault(
+        "the log-probabilities behind a wrong draft stay",
+        "self.logprobs.take_back(n_drawn - 1 - len(right))",
+        "pass",
+        (DRAFTS,),
+    ),
+    Fault(
+        "penalties do not count the drafted tokens",
+        "self.context.update_and_fetch(mx.array(list(right)))",
+        "pass",
+        (DRAFTS,),
+    ),
+    Fault(
+        "penalties within a draft do not count it",
+        "mx.concatenate([context, fed[j, 1 : 1 + i]])",
+        "context",
+        (DRAFTS,),
+    ),
+    Fault(
+        "rows are not charged the drafts of their last pass",
+        "min(last + MAX_PASS, ",
+        "min(last, ",
+        (MEMORY,),
     ),
     Fault(
         "penalties forget the prompt in a batch",
