@@ -183,6 +183,7 @@ def test_drafts_that_take_too_long_end_and_fail_nothing(vocabulary, monkeypatch)
     # Then the grammar's state is not even copied.
     monkeypatch.setattr(Constraint, "_charge", lambda *_: pytest.fail("time is spent"))
     assert draft_of(look_ahead, c) == ""
+    assert look_ahead.has_ended
 
 
 @pytest.mark.parametrize("n_masks", [0, 1, 3])

@@ -230,7 +230,10 @@ def test_beside_prompts_drafts_go_on_with_what_is_known():
         length.interrupted()
         clock.now_s += 30.0
         clock.drafted(rows, n, 2.0)
-    # Rows that come beside them draft too.
+    # Rows that come beside them draft too, if it pays by far: they may be more than those that were timed.
+    length.changed()
+    clock.plain(rows)
+    assert length.choose((1,), [Row(0.5)]) == 0
     length.changed()
     clock.plain(rows)
     assert length.choose((1,), rows) == 15

@@ -202,3 +202,23 @@ def test_a_prediction_is_tried_at_once_and_given_up_where_it_is_wrong():
     assert both.expected(3) > 1
     both.add(*[99] * 30)
     assert both.expected(3) < 0.1
+
+
+def test_a_long_text_is_indexed_a_part_at_a_time():
+    text = [*range(1000, 9000)]
+    lookup = Lookup([*text, 1005, 1006])
+    # The part that has these is not indexed yet, and then it is.
+    assert lookup.draft(2) == []
+    for token in range(1007, 1015):
+        lookup.add(token)
+    assert lookup.draft(3) == [1015, 1016, 1017]
+    # Of equal places the last counts, whenever it was indexed.
+    lookup = Lookup([7, 8, 1, *text, 7, 8, 2, *text[:2000], 7])
+    for token in (8, 3, 3, 7):
+        lookup.add(token)
+    assert lookup.draft(2) == [8, 3]
+    lookup = Lookup([7, 8, 1, *text[:1500], 7, 8, 2, *text[3000:4500], 4])
+    lookup.add(5)
+    lookup.add(7)
+    lookup.add(8)
+    assert lookup.draft(1) == [2]

@@ -25,7 +25,7 @@ from mlx_serve.commands.bench import report
 from mlx_serve.commands.bench.arrivals import arrival_times
 from mlx_serve.commands.bench.ceiling import CeilingError, Offline, ceiling
 from mlx_serve.commands.bench.dataset import DatasetError, read_dataset
-from mlx_serve.commands.bench.drafts import read_drafts
+from mlx_serve.commands.bench.drafts import drafts_since, read_drafts
 from mlx_serve.commands.bench.load import LoadTarget, Round
 from mlx_serve.commands.bench.options import DEFAULT_OUTPUT_TOKENS, DEFAULT_REQUESTS, Options
 from mlx_serve.commands.bench.probe import Probed, probe
@@ -187,8 +187,7 @@ class Run:
         self.interrupted = round_.interrupted
         records = tuple(round_.records)  # after Ctrl-C a thread may still add a record
         summary = summarize(records, round_.seconds, options.slo, open_loop=load.open_loop)
-        after = read_drafts(target.server) if before is not None else None
-        drafts = after.since(before) if before is not None and after is not None else None
+        drafts = drafts_since(before, target.server) if before is not None and not self.interrupted else None
         client_cpu = cpu_s / round_.seconds
         return Measured(load.open_loop, load.level, n_planned, records, summary, client_cpu, drafts=drafts)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlx_serve.client.connection import Client
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place
+
+_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,18 +18,19 @@ class Drafts:
     drafted_tokens: int
     accepted_tokens: int
 
-    def since(self, earlier: Drafts) -> Drafts:
-        """What was drafted after ``earlier``."""
-        return Drafts(
-            self.drafted_tokens - earlier.drafted_tokens,
-            self.accepted_tokens - earlier.accepted_tokens,
-        )
+
+def drafts_since(before: Drafts, server: Place) -> Drafts | None:
+    """What was drafted since then; None if the server does not tell, or was started again."""
+    now = read_drafts(server)
+    if now is None or now.drafted_tokens < before.drafted_tokens:
+        return None
+    return Drafts(now.drafted_tokens - before.drafted_tokens, now.accepted_tokens - before.accepted_tokens)
 
 
 def read_drafts(server: Place) -> Drafts | None:
     """The sums so far; None if the server does not tell them."""
     try:
-        with Client(server) as client:
+        with Client(replace(server, timeout_s=min(_TIMEOUT_S, server.timeout_s))) as client:
             told = client.get("/stats").get("drafts")
     except Failure:
         return None

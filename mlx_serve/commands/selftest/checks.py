@@ -24,7 +24,7 @@ from mlx_serve.client.connection import Client, Connections
 from mlx_serve.client.errors import Failure
 from mlx_serve.client.place import Place
 from mlx_serve.commands.bench.ceiling import Continuation
-from mlx_serve.commands.bench.drafts import read_drafts
+from mlx_serve.commands.bench.drafts import drafts_since, read_drafts
 from mlx_serve.commands.bench.load import LoadTarget
 from mlx_serve.commands.bench.stats import percentile, tpot_s
 from mlx_serve.commands.terminal import bytes_text
@@ -234,10 +234,9 @@ def drafts(target: LoadTarget, prompt: str, n_tokens: int) -> CheckResult:
             asked = replace(target, fields={**fields, "num_draft_tokens": most})
             answer = client.ask(target.path, asked.body(prompt, n_tokens))
             seconds[most] = seconds.get(most, 0.0) + (tpot_s(answer) or 0.0)
-    after = read_drafts(target.server)
-    if before is None or after is None or not seconds[None]:
+    counts = drafts_since(before, target.server) if before is not None else None
+    if counts is None or not seconds[None]:
         return CheckResult("drafts", "the server does not tell", None)
-    counts = after.since(before)
     ratio = seconds[0] / seconds[None]
     found = f"{ratio:.2f} of the speed without; {counts.accepted_tokens} of {counts.drafted_tokens} tokens were right"
     return CheckResult("drafts", found, None, {"ratio": ratio, "tokens": n_tokens} | asdict(counts))

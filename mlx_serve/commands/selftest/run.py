@@ -137,8 +137,9 @@ class _Run:
         self._check("plain and chunked bodies", lambda: checks.bodies(target, asked[0]))
         share_s = sizes.DRAFTS_SHARE * budget.left_s(2 * speed.load_s)
         n_answers = 2 * checks.DRAFT_ROUNDS
-        n_drafted = sizes.drafted_tokens(speed, n_answers, share_s, budget.pace)
-        repeated = 2 * "".join(f"{text}\n" for text in _BEGINNINGS)
+        n_drafted = sizes.drafted_tokens(speed, n_answers, share_s, budget.pace, context)
+        words = " ".join(_BEGINNINGS).split()[: sizes.repeated_words(speed, context)]
+        repeated = 2 * f"{' '.join(words)}\n"
         self._check(
             "drafts", lambda: checks.drafts(target, repeated, n_drafted), n_answers * n_drafted / speed.one_rate
         )
@@ -180,7 +181,8 @@ class _Run:
         return done
 
     def _load(self, target: LoadTarget, n_clients: int, size: RoundSize) -> _Load:
-        probed = probe(target, None, size.input_tokens)
+        # mlx-lm drafts nothing either.
+        probed = probe(replace(target, fields={**target.fields, "num_draft_tokens": 0}), None, size.input_tokens)
         shape = WorkloadShape(_SEED, size.n_requests, size.input_tokens, size.output_tokens)
         round_ = Round(probed.target, lambda *_: None)
         expected_s = self._speed.round_s(size.n_requests, size.input_tokens, size.output_tokens, n_clients)

@@ -106,9 +106,15 @@ def answer_tokens(n_prompts: int, part: float) -> list[int]:
     return [max(_LEAST_ANSWER + i % len(_ANSWER_TOKENS), int(part * n)) for i, n in enumerate(full)]
 
 
-def drafted_tokens(speed: Speed, n_answers: int, share_s: float, pace: float) -> int:
+def drafted_tokens(speed: Speed, n_answers: int, share_s: float, pace: float, context: int) -> int:
     """The tokens of each of ``n_answers`` that show what drafts are worth."""
-    return max(_LEAST_DRAFTED, min(_DRAFTED_TOKENS, int(share_s * speed.one_rate / pace / n_answers)))
+    n_affordable = int(share_s * speed.one_rate / pace / n_answers)
+    return int(min(max(_LEAST_DRAFTED, n_affordable), _DRAFTED_TOKENS, _MOST_OUTPUT * context))
+
+
+def repeated_words(speed: Speed, context: int) -> int:
+    """The words of a text that, twice, takes at most half of the context."""
+    return int(_MOST_INPUT * context / speed.word_tokens / 2)
 
 
 def long_tokens(speed: Speed, context: int, share_s: float, pace: float) -> int:

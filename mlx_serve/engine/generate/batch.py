@@ -37,6 +37,10 @@ from mlx_serve.values import Event, Failed, Job, Started
 _DISK_WAIT_S = 0.02
 
 
+# For an output that may have fewer tokens, the prompt is not worth indexing.
+_LEAST_DRAFTED = 8
+
+
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
     """Limits of the running batch, with the meaning of mlx_lm.server's flags of the same names.
@@ -280,6 +284,8 @@ class BatchBackend(Backend):
         if not self._loaded.undrafted and (row.grammar is None or self._loaded.agree is None):
             most = choice.job.sampling.n_draft_tokens
             row.max_drafts = max(LENGTHS) if most is None else most
+        if row.n_left < _LEAST_DRAFTED:
+            row.max_drafts = 0
         if row.max_drafts and (self._draft_ngram or choice.prediction is not None):
             row.lookup = Lookup([*tokens, last] if self._draft_ngram else None, choice.prediction, self._chances)
         sequence.row = row

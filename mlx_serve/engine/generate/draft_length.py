@@ -37,6 +37,8 @@ _KEPT = 5
 # Steps without drafts must have been timed so often, not longer ago than so many steps.
 _LEAST_PLAIN = 3
 _FRESH = 100
+# A cost that can't be measured now may be higher than it was by this factor: so many rows may have been fewer.
+_DOUBT = 1.5
 # Steps with drafts that seem to take less than this, in steps without, show that those were timed beside other work.
 _TOO_FAST = 0.8
 # What a length costs is guessed again when it was not measured for so many steps.
@@ -100,8 +102,10 @@ class DraftLength:
             if cost is None or len(rows) * (1 + n) > _MOST_TOKENS:
                 break
             least, most = cost
-            if least != most and not knows_plain:
-                break
+            if not knows_plain:
+                if least != most:
+                    break
+                least = most = most * _DOUBT
             gain = _gain(rows, n, least)
             is_worth_it = gain > (_LEAST_GAIN if least == most else _WORTH_A_TRIAL)
             if is_worth_it and gain > best_gain and all(_affords(row, n, most) for row in rows):
@@ -126,7 +130,7 @@ class DraftLength:
             cost = (times.ended_s - times.ready_s + median(self._between_s)) / plain_s
             self._note_cost(key, shape, cost)
         elif key in self._costs and self._costs[key].values:
-            cost = median(self._costs[key].values)
+            cost = median(self._costs[key].values) * _DOUBT
         else:
             # Rows moved to another bank as the step began; or this rank is not the one that chooses.
             return

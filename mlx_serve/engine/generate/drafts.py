@@ -15,8 +15,9 @@ import numpy as np
 
 from mlx_serve.engine.generate.prediction import LONGEST, Prediction
 
-# So many of a prompt's last tokens are indexed: 1 us each, while every stream waits.
+# So many of a prompt's last tokens are indexed, so many at a time: 1 us each, while every stream waits.
 _INDEXED = 8192
+_AT_A_TIME = 1024
 # The bits of a token in the key of an n-gram. Three of them fit in numpy's integers.
 _TOKEN_BITS = 20
 # Guesses behind more matching tokens than this are equally likely to be right.
@@ -82,6 +83,10 @@ class Chances:
 
 class Restriction(Protocol):
     """A grammar that restricts a row's drafts."""
+
+    @property
+    def has_ended(self) -> bool:
+        """It allows no more drafts, because they took too long."""
 
     def draft(
         self, tokens: Sequence[int], last: int, proposed: Sequence[int], n_tokens: int
@@ -179,7 +184,10 @@ class _Text:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens = list(tokens[-_INDEXED:])
         # By n-gram: the position behind its last occurrence. The end of the text is not indexed yet.
-        self._followers = _followers(self._tokens)
+        self._followers: dict[int, int] = {}
+        # The tokens before this position are not indexed yet either.
+        self._n_before = len(self._tokens)
+        self._index_more()
         # The keys of the n-grams at the end of the text, the shortest first.
         self._ends: list[int] = []
         for token in self._tokens[-LONGEST:]:
@@ -189,6 +197,8 @@ class _Text:
         self._find()
 
     def add(self, token: int) -> None:
+        if self._n_before:
+            self._index_more()
         follows = self._n_matched > 0 and self._tokens[self._place] == token
         for key in self._ends:
             self._followers[key] = len(self._tokens)
@@ -211,6 +221,13 @@ class _Text:
         for i in range(len(draft), n_tokens):
             draft.append(draft[i - period])
         return self._n_matched, draft
+
+    def _index_more(self) -> None:
+        """Index the part before the indexed one. So many sequences that begin together hold nobody up for long."""
+        end, self._n_before = self._n_before, max(0, self._n_before - _AT_A_TIME)
+        first = max(0, self._n_before - LONGEST + 1)
+        for key, position in _followers(self._tokens[first : end + 1]).items():
+            self._followers.setdefault(key, first + position)
 
     def _find(self) -> None:
         """Look up the end of the text."""

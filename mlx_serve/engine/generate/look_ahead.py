@@ -25,6 +25,7 @@ class LookAhead:
         self._n_prompt = n_prompt
         # The CPU time of all drafts so far. Together they may take as long as the grammar itself.
         self._spent_s = 0.0
+        self.has_ended = False
 
     def draft(
         self, tokens: Sequence[int], last: int, proposed: Sequence[int], n_tokens: int
@@ -35,8 +36,11 @@ class LookAhead:
         token behind them are noted in the constraint. The second list has what is forced there, or else nothing.
         """
         constraint = self._constraint
-        ahead = constraint.ahead(self._spent_s) if self._follow(tokens, last) else None
+        if not self._follow(tokens, last):
+            return [], []
+        ahead = constraint.ahead(self._spent_s)
         if ahead is None:
+            self.has_ended = True
             return [], []
         draft: list[int] = []
         behind: int | None = None

@@ -63,6 +63,8 @@ class Row:
         if self.grammar is None or not n_tokens:
             return draft
         draft, behind = self.grammar.draft(self.tokens, token, draft, n_tokens)
+        if self.grammar.has_ended:
+            self.max_drafts = 0
         if self.lookup is not None and self.was_looked_up:
             self.lookup.change([*draft, *behind])
         return draft

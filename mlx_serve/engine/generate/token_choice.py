@@ -146,6 +146,10 @@ class _GuardedLookAhead:
     look_ahead: LookAhead
     choice: TokenChoice = field(repr=False)
 
+    @property
+    def has_ended(self) -> bool:
+        return self.look_ahead.has_ended
+
     def draft(
         self, tokens: Sequence[int], last: int, proposed: Sequence[int], n_tokens: int
     ) -> tuple[list[int], list[int]]:
