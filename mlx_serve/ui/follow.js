@@ -7,7 +7,9 @@ export class Follow {
   #box;
   #onChange;
   #top = 0;
-  #frame = 0;
+  // What comes into view may turn out to be higher than the browser took it to be, also when nothing was added.
+  #sizes = new ResizeObserver(() => this.grew());
+  #last = null;
 
   constructor(box, onChange) {
     this.#box = box;
@@ -15,16 +17,16 @@ export class Follow {
     box.addEventListener("scroll", () => this.#scrolled(), { passive: true });
   }
 
-  // Something was added.
+  // Something was added, or is higher than it was.
   grew() {
     if (!this.isFollowing) return;
     this.#box.scrollTop = this.#box.scrollHeight;
     this.#top = this.#box.scrollTop;
-    // What comes into view may turn out to be higher than the browser took it to be.
-    this.#frame ||= requestAnimationFrame(() => {
-      this.#frame = 0;
-      if (this.#toEnd() > 1) this.grew();
-    });
+    const last = this.#box.lastElementChild;
+    if (last === this.#last) return;
+    this.#last = last;
+    this.#sizes.disconnect();
+    if (last) this.#sizes.observe(last);
   }
 
   toEnd() {

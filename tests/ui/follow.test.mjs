@@ -3,19 +3,23 @@ import { test } from "node:test";
 
 import { Follow } from "../../mlx_serve/ui/follow.js";
 
-// What waits for the next frame.
-let waiting = [];
-globalThis.requestAnimationFrame = (work) => waiting.push(work);
-
-function frame() {
-  const works = waiting;
-  waiting = [];
-  for (const work of works) work();
-}
+// What is observed, and who wants to know when its size changes.
+const observed = new Map();
+globalThis.ResizeObserver = class {
+  constructor(work) { this.work = work; }
+  observe(element) { observed.set(element, this.work); }
+  disconnect() { observed.clear(); }
+};
 
 // A box of 100 pixels' height that scrolls.
 function made() {
-  const box = { scrollTop: 0, scrollHeight: 100, clientHeight: 100, addEventListener: (_, listener) => { box.scrolled = listener; } };
+  observed.clear();
+  const box = {
+    scrollHeight: 100,
+    clientHeight: 100,
+    lastElementChild: "a turn",
+    addEventListener: (_, listener) => { box.scrolled = listener; },
+  };
   Object.defineProperty(box, "scrollTop", {
     get: () => box.top || 0,
     set: (top) => { box.top = Math.min(top, box.scrollHeight - box.clientHeight); },
@@ -94,17 +98,20 @@ test("the button goes to the end", () => {
 
 test("what turns out to be higher when it is in view is followed", () => {
   const { box, grow, scroll } = made();
-  frame();
+  const turnsOutHigher = () => {
+    box.scrollHeight += 30;
+    observed.get(box.lastElementChild)();
+  };
   grow(500);
-  box.scrollHeight += 30;
-  frame();
-  assert.equal(box.scrollTop, 530);
-  frame();
-  frame();
-  assert.equal(waiting.length, 0);
+  turnsOutHigher();
+  turnsOutHigher();
+  assert.equal(box.scrollTop, 560);
+  box.lastElementChild = "the next turn";
   grow(10);
+  turnsOutHigher();
+  assert.equal(box.scrollTop, 600);
+  assert.deepEqual([...observed.keys()], ["the next turn"]);
   scroll(100);
-  box.scrollHeight += 30;
-  frame();
+  turnsOutHigher();
   assert.equal(box.scrollTop, 100);
 });
