@@ -3,7 +3,8 @@
     python -m benchmarks.kv_bits [--model DIR] [--bits 8] [--clients 8] [--rounds 3] [--tokens 96] [--quick]
                                  [--json FILE]
 
-Two servers get the same questions about passages of this project's pages, all clients at once, a round each in turn.
+The caches are quantized from their first token on. Two servers get the same questions about passages of this project's
+pages, all clients at once, a round each in turn.
 
 - tokens/s: with quantized caches over without, in each round.
 - KV memory: the greatest ``kv_bytes`` of ``/stats`` in a round.
@@ -123,7 +124,10 @@ def main() -> int:
     model = options.model.resolve() if options.model else children.demo_model()
     with ExitStack() as stack:
         servers = []
-        for name, flags in (("quantized", ("--kv-bits", str(options.bits))), ("plain", ())):
+        for name, flags in (
+            ("quantized", ("--kv-bits", str(options.bits), "--quantized-kv-start", "0")),
+            ("plain", ()),
+        ):
             port = children.free_port()
             command = children.our_command(model, port, *flags)
             servers.append(stack.enter_context(children.running(name, command, model, port)))
