@@ -100,6 +100,12 @@ def running(name: str, command: Sequence[str], model: Path, port: int, root: Pat
             end(process)
 
 
+def ours(stack: ExitStack, model: Path, name: str, *flags: str, root: Path = ROOT) -> Server:
+    """This server with these flags, until the stack is closed. ``root``: the checkout whose code runs."""
+    port = free_port()
+    return stack.enter_context(running(name, our_command(model, port, *flags), model, port, root))
+
+
 def both(stack: ExitStack, model: Path) -> dict[str, Server]:
     """This server and mlx_lm.server, until the stack is closed."""
     servers = {}

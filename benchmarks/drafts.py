@@ -180,12 +180,8 @@ def main() -> int:
     children.end_on_sigterm()
     model = options.model.resolve() if options.model else children.demo_model()
     with ExitStack() as stack:
-        servers = []
         drafts = ("--draft-model", str(options.draft_model.resolve())) if options.draft_model else ("--draft-ngram",)
-        for flags in (drafts, ("--no-draft-ngram",)):
-            port = children.free_port()
-            command = children.our_command(model, port, *flags)
-            servers.append(stack.enter_context(children.running(flags[0], command, model, port)))
+        servers = [children.ours(stack, model, flags[0], *flags) for flags in (drafts, ("--no-draft-ngram",))]
         others = watch_others([server.process.pid for server in servers])
         results = [
             measure(servers, kind, n_clients, options.prompts, options.tokens)

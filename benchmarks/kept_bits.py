@@ -84,7 +84,7 @@ def effect(model: Any, ids: Sequence[int], n_tokens: int, n_turns: int, eos: set
         len(ids),
         _divergence(right, changed),
         _divergence(right, changed_often),
-        _n_same(*answers),
+        n_same(*answers),
         answers[0] == answers[1],
         sum(layer.nbytes for layer in unpacked(small)),
         sum(layer.nbytes for layer in small),
@@ -109,8 +109,8 @@ def _answer(model: Any, cache: list[Any], tokens: list[int], n: int, eos: set[in
     return answer
 
 
-def _n_same(a: list[int], b: list[int]) -> int:
-    """How many leading tokens are the same."""
+def n_same(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many leading tokens or characters are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

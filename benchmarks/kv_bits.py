@@ -29,7 +29,7 @@ from statistics import mean
 from benchmarks import children
 from benchmarks.asking import ask, figures
 from benchmarks.children import Server
-from benchmarks.kept_bits import passages
+from benchmarks.kept_bits import n_same, passages
 from benchmarks.machine import warnings, watch_others
 from benchmarks.options import parse
 from benchmarks.prompts import Messages
@@ -96,8 +96,7 @@ def _watched(server: Server) -> Iterator[list[int]]:
 
 
 def _agreement(text: str, other: str) -> float:
-    n_same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    return n_same / max(1, len(text), len(other))
+    return n_same(text, other) / max(1, len(text), len(other))
 
 
 def report(result: Result, bits: int, n_clients: int) -> str:
@@ -123,16 +122,10 @@ def main() -> int:
     children.end_on_sigterm()
     model = options.model.resolve() if options.model else children.demo_model()
     with ExitStack() as stack:
-        servers = []
-        for name, flags in (
-            ("quantized", ("--kv-bits", str(options.bits), "--quantized-kv-start", "0")),
-            ("plain", ()),
-        ):
-            port = children.free_port()
-            command = children.our_command(model, port, *flags)
-            servers.append(stack.enter_context(children.running(name, command, model, port)))
-        quantized, plain = servers
-        others = watch_others([server.process.pid for server in servers])
+        flags = ("--kv-bits", str(options.bits), "--quantized-kv-start", "0")
+        quantized = children.ours(stack, model, "quantized", *flags)
+        plain = children.ours(stack, model, "plain")
+        others = watch_others([quantized.process.pid, plain.process.pid])
         result = measure(quantized, plain, options.rounds, options.clients, options.tokens)
         busy = warnings([others()])
     print(report(result, options.bits, options.clients))

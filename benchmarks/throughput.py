@@ -149,9 +149,7 @@ def start(stack: ExitStack, model: Path, earlier: Path | None) -> tuple[dict[str
     pids = {OFFLINE: offline.pid}
     servers = children.both(stack, model)
     if earlier is not None:
-        port = children.free_port()
-        command = children.our_command(model, port)
-        servers[EARLIER] = stack.enter_context(children.running(EARLIER, command, model, port, earlier))
+        servers[EARLIER] = children.ours(stack, model, EARLIER, root=earlier)
     for name, server in servers.items():
         contestants[name] = partial(run_server, server)
         pids[name] = server.process.pid
