@@ -8,8 +8,8 @@
 - stories: nothing to repeat; sampled with a seed.
 
 Two servers, with and without ``--draft-ngram`` or the draft model, get the same requests, a group of prompts at a time
-in turn. Ratios are of the tokens per second and per second of processor time, with drafts over without: of all groups,
-and the least and the greatest of one.
+in turn. Ratios are of the tokens per second, of those of a stream after its first text, and of the tokens per second of
+processor time, with drafts over without: of all groups, and the least and the greatest of one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 from benchmarks import children
-from benchmarks.asking import ask_all, figures
+from benchmarks.asking import ask_all, figures, first_token_s
 from benchmarks.children import Server
 from benchmarks.machine import warnings, watch_others, watch_process
 from benchmarks.options import parse
@@ -81,14 +81,18 @@ def _people(first: int) -> str:
 
 @dataclass(slots=True)
 class Work:
-    """The tokens of answers, and the seconds and the processor's seconds that they took."""
+    """The tokens of answers, and the seconds and the processor's seconds that they took.
+
+    ``streaming_s``: the seconds from an answer's first text to its end, of all answers.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
     processor_s: float = 0.0
+    streaming_s: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.seconds + other.seconds, self.processor_s + other.processor_s)
+        return Work(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(slots=True)
@@ -108,6 +112,10 @@ class Result:
     def speed(self) -> str:
         """Tokens per second with drafts over without: of all groups, and the least and the greatest."""
         return _ratios([(a.tokens / a.seconds, b.tokens / b.seconds) for a, b in self._with_total()])
+
+    def streams(self) -> str:
+        """The same of a stream after its first text, which drafts do not hasten."""
+        return _ratios([(a.tokens / a.streaming_s, b.tokens / b.streaming_s) for a, b in self._with_total()])
 
     def processor(self) -> str:
         """The same per second of the processor; empty where that is not known."""
@@ -138,9 +146,14 @@ def measure(servers: list[Server], kind: str, n_clients: int, n_prompts: int, n_
         for server in servers if i // size % 2 else servers[::-1]:
             spent = watch_process(server.process.pid)
             answers, seconds = ask_all(server, asked[i : i + size], n_clients, n_tokens, **fields)
-            works[server.port] = Work(sum(answer.output_tokens for answer in answers), seconds, spent() or 0.0)
+            works[server.port] = Work(
+                sum(answer.output_tokens for answer in answers),
+                seconds,
+                spent() or 0.0,
+                sum(answer.e2e_s - first_token_s(answer) for answer in answers),
+            )
         result.groups.append((works[servers[0].port], works[servers[1].port]))
-        ratios = ", ".join(filter(None, (result.speed(), result.processor())))
+        ratios = ", ".join(filter(None, (result.speed(), result.streams(), result.processor())))
         note(f"{kind}, {n_clients} clients, {min(i + size, len(asked))} of {len(asked)} prompts: {ratios}")
     counts = _drafted(servers[0])
     result.n_drafted, result.n_accepted = counts[0] - drafted[0], counts[1] - drafted[1]
@@ -157,6 +170,7 @@ def table(results: list[Result]) -> str:
         [
             f"{one.kind}, {one.n_clients}",
             one.speed(),
+            one.streams(),
             one.processor(),
             f"{_WANTED[one.kind]:g}",
             f"{one.n_accepted / one.n_tokens:.0%}",
@@ -164,7 +178,8 @@ def table(results: list[Result]) -> str:
         ]
         for one in results
     ]
-    heads = ["texts, clients", "tokens/s", "per processor second", "wanted", "drafted of the answers", "drafts right"]
+    heads = ["texts, clients", "tokens/s", "after the first text", "per processor second", "wanted"]
+    heads += ["drafted of the answers", "drafts right"]
     return markdown(heads, rows)
 
 

@@ -415,6 +415,42 @@ def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model):
     assert [seen.tokens[each] for each in jobs] == [fresh(batch_of, model, prompt) for prompt in prompts]
 
 
+def test_the_oldest_prompt_has_every_other_step_also_beside_short_ones_in_one_pass(model):
+    prompts = [list(range(60, 260)), list(range(1, 12)), list(range(20, 36)), list(range(40, 53))]
+    seen = Seen(batch_of(model))
+    jobs = [job(prompt, 6) for prompt in prompts]
+    for each in jobs:
+        seen.backend.insert(each)
+    seen.step(StepPlan(64, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == [64, 0, 0, 0]
+    # What the three leave of a step is too little for a pass.
+    seen.step(StepPlan(64, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == [64, 10, 15, 12]
+    seen.step(StepPlan(64, n_overhead=20))
+    assert jobs[0].n_prefilled == 128
+
+
+def test_prompts_that_are_nearly_as_long_as_a_step_run_in_it_one_by_one(model):
+    seen = Seen(batch_of(model))
+    jobs = [job(list(range(start, start + 61)), 6) for start in (1, 70)]
+    for each in jobs:
+        seen.backend.insert(each)
+    # A second pass for the ten tokens too many would cost more than they do.
+    seen.step(StepPlan(110))
+    assert [each.n_prefilled for each in jobs] == [60, 60]
+
+
+@pytest.mark.parametrize(("n_held", "n_done"), [(9, [10, 0, 0]), (20, [10, 0, 12]), (35, [10, 15, 12])])
+def test_prompts_in_one_pass_hold_none_of_them_for_long(model, n_held, n_done):
+    prompts = [list(range(1, 12)), list(range(20, 36)), list(range(40, 53))]
+    seen = Seen(batch_of(model))
+    jobs = [job(prompt, 6) for prompt in prompts]
+    for each in jobs:
+        seen.backend.insert(each)
+    seen.step(StepPlan(500, n_held=n_held, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == n_done
+
+
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("[metal::malloc] no memory")])
 def test_prompts_that_do_not_run_side_by_side_run_alone(model, monkeypatch, error):
     def refuse(*_):

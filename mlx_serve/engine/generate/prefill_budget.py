@@ -19,8 +19,8 @@ _LEAST_OVERHEADS = 3.0
 # than that, because a step cannot be interrupted when its client hangs up.
 _IDLE_OVERHEADS = 10.0
 _IDLE_S = 1.0
-# A step lasts no longer than this if it need not: jobs come and go between steps.
-_STEP_S = 0.5
+# A step prefills no longer than this if it need not: jobs come and go between steps.
+_STEP_S = 0.75
 # Seconds of prefill for each second of decoding: at least, where decoding is slow, so that a prompt gets on; and at
 # most, while many prompts wait beside few streams. A step that decodes few takes as long as one that decodes them all.
 _LEAST_SHARE = 2.0

@@ -114,9 +114,16 @@ class Prompts:
             if prompt.loading is not None and prompt.loading.poll():
                 prompt.loading = None
                 self._kept.claim(prompt.choice.job, prompt.ids, prompt.scope)
-        n_tokens -= self._feed_together(n_tokens, n_overhead, events)
-        if n_tokens > 0:
-            self._feed_each(n_tokens, math.inf if n_held is None else n_held, events)
+        most_held = math.inf if n_held is None else n_held
+        # Each part of a prompt costs a full pass through the model, however small it is.
+        least = max(1, n_tokens // 2)
+        together = self._chosen(n_tokens, n_overhead, most_held)
+        self._is_first_s_turn = not self._is_first_s_turn
+        if self._is_first_s_turn and (ready := self._ready()) and ready[0] not in together:
+            n_tokens -= self._feed(ready[0], n_tokens, events)
+            together = self._chosen(n_tokens, n_overhead, most_held)
+        n_together = self._feed_together(together, events) if together else 0
+        self._feed_each(n_tokens - n_together, least, most_held - n_together, events)
         return events
 
     def _ready(self) -> list[RunningSequence]:
@@ -127,16 +134,14 @@ class Prompts:
         self._sharing.update(self.waiting, [*self.prefilled, *self._decoding])
         return [p for p in self.waiting if p.cache is not None or (p.loading is None and not self._sharing.waits(p))]
 
-    def _feed_each(self, n_tokens: int, n_held: float, events: list[tuple[Job, Event]]) -> None:
-        """Run prompts one by one. Once one is done, the others run at most ``n_held`` tokens."""
-        least = max(1, n_tokens // 2)
-        self._is_first_s_turn = not self._is_first_s_turn
-        if self._is_first_s_turn and (ready := self._ready()):
-            n_tokens -= self._feed(ready[0], n_tokens, events)
+    def _feed_each(self, n_tokens: int, least: int, n_held: float, events: list[tuple[Job, Event]]) -> None:
+        """Run prompts one by one. Once one is done, the others run at most ``n_held`` tokens.
+
+        No part of a prompt has fewer than ``least`` tokens, but for its last one.
+        """
         while ready := self._ready():
             soonest = min(ready, key=lambda prompt: prompt.n_left)
-            # Each part of a prompt costs a full pass through the model, however small it is.
-            if n_tokens < min(soonest.n_left, least):
+            if n_tokens < least and n_tokens * _STRETCH < soonest.n_left:
                 break
             if self.prefilled:
                 if n_held < soonest.n_left:
@@ -144,19 +149,25 @@ class Prompts:
                 n_held -= soonest.n_left
             n_tokens -= self._feed(soonest, n_tokens, events)
 
-    def _feed_together(self, n_tokens: int, n_overhead: int, events: list[tuple[Job, Event]]) -> int:
-        """Run short prompts in one pass, where that is quicker, and return how many tokens ran."""
+    def _chosen(self, n_tokens: int, n_overhead: int, n_held: float) -> list[RunningSequence]:
+        """Short prompts that are quicker in one pass of at most ``n_tokens`` than in passes of their own.
+
+        None of them waits for more than about ``n_held`` tokens of the others.
+        """
         if not n_overhead or not self._pads:
-            return 0
+            return []
         fresh: list[RunningSequence] = []
         for prompt in self._ready():
             # Prompts that have much in common compute it once, one after the other.
             apart = all(prompt.common(other) < MIN_SHARED for other in fresh)
             if prompt.cache is None and not prompt.n_done and prompt.n_left > 0 and apart:
                 fresh.append(prompt)
-        prompts = [fresh[i] for i in chosen([prompt.n_left for prompt in fresh], n_overhead, n_tokens)]
-        if not prompts:
-            return 0
+        lengths = [prompt.n_left for prompt in fresh]
+        n_before = 0 if self.prefilled else min(lengths, default=0)
+        return [fresh[i] for i in chosen(lengths, n_overhead, min(n_tokens, n_before + n_held))]
+
+    def _feed_together(self, prompts: Sequence[RunningSequence], events: list[tuple[Job, Event]]) -> int:
+        """Run short prompts in one pass, and return how many tokens ran."""
         started_s = self._clock()
         filled = attempt(self._loaded, prompts[0].choice.job, lambda: self._fill_together(prompts, events))
         if isinstance(filled, Failed):

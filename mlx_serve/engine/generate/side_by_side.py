@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_serve.engine.cache.batch_cache import BatchCache
 
 
-def chosen(lengths: Sequence[int], n_overhead: float, n_tokens: int) -> list[int]:
+def chosen(lengths: Sequence[int], n_overhead: float, n_tokens: float) -> list[int]:
     """The indices of the prompts to run in one pass of at most ``n_tokens``; none if passes of their own are quicker.
 
     ``lengths``: the tokens of each prompt. ``n_overhead``: how many tokens take as long as a pass's overhead.
