@@ -17,6 +17,7 @@ from mlx_serve.engine.cache.prefix_tree import as_ids, common
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.cache.size import measure
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
+from mlx_serve.engine.generate.side_by_side import prefill_together
 from mlx_serve.engine.schedule.scheduler import Limits, Scheduler
 from mlx_serve.testing import FakeModels
 from mlx_serve.values import Job, Prompt, PromptLogprobs, Sampling, Started, TokenEvent
@@ -400,7 +401,14 @@ def test_streams_wait_for_scores_no_longer_than_for_prompts(model):
     assert n_plans == 8
 
 
-def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model):
+def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model, monkeypatch):
+    passes = []
+
+    def spied(model, caches, prompts):
+        passes.append(sorted(map(len, prompts)))
+        return prefill_together(model, caches, prompts)
+
+    monkeypatch.setattr("mlx_serve.engine.generate.prompts.prefill_together", spied)
     prompts = [list(range(start, start + n)) for start, n in ((1, 11), (20, 16), (40, 13), (70, 61))]
     seen = Seen(batch_of(model))
     jobs = [job(prompt, 6) for prompt in prompts]
@@ -408,6 +416,7 @@ def test_short_prompts_run_in_one_pass_with_the_tokens_of_each_alone(model):
         seen.backend.insert(each)
     # Three are alike in length; to pad them to the fourth would cost more than a pass.
     seen.step(StepPlan(45, n_overhead=20))
+    assert passes == [[10, 12, 15]]
     assert [each.n_prefilled for each in jobs] == [10, 15, 12, 0]
     assert set(seen.order) == set(jobs[:3])
     while len(seen.tokens.get(jobs[3], [])) < 6:

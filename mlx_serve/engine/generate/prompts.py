@@ -158,9 +158,9 @@ class Prompts:
             return []
         fresh: list[RunningSequence] = []
         for prompt in self._ready():
+            is_fresh = prompt.cache is None and not prompt.n_done
             # Prompts that have much in common compute it once, one after the other.
-            apart = all(prompt.common(other) < MIN_SHARED for other in fresh)
-            if prompt.cache is None and not prompt.n_done and prompt.n_left > 0 and apart:
+            if is_fresh and 0 < prompt.n_left <= n_tokens // 2 and all(p.common(prompt) < MIN_SHARED for p in fresh):
                 fresh.append(prompt)
         lengths = [prompt.n_left for prompt in fresh]
         n_before = 0 if self.prefilled else min(lengths, default=0)
