@@ -6,13 +6,12 @@ from threading import Event
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_serve.engine.backend import NO_GAP
+from mlx_serve.engine.backend import NO_GAP, StepPlan
 from mlx_serve.engine.cache import file
 from mlx_serve.engine.cache.disk import DiskCache
 from mlx_serve.engine.cache.kinds import Quantization, always_trims
 from mlx_serve.engine.cache.prefixes import PrefixCache
 from mlx_serve.engine.generate.batch import BatchBackend, BatchOptions
-from mlx_serve.engine.generate.prefill_budget import StepPlan
 from tests.engine.test_prefixes import Seen, job
 from tests.engine.tinymodel import loaded, one_by_one, tiny_gemma, tiny_lfm2, tiny_llama
 
