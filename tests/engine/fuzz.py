@@ -284,7 +284,8 @@ class Session:
         if self._running:
             n_drafts = 0 if rng.random() < 0.4 else rng.choice(LENGTHS)
             n_tokens, n_overhead = rng.choice([1, 7, 16, 40, 200]), rng.choice([0, 30])
-            plan = StepPlan(n_tokens, rng.random() < 0.8, n_overhead=n_overhead, n_drafts=n_drafts)
+            n_held = rng.choice([None, 0, 20])
+            plan = StepPlan(n_tokens, rng.random() < 0.8, n_held, n_overhead, n_drafts=n_drafts)
             for job, event in self.backend.run_step(plan):
                 self._note(job, event)
 

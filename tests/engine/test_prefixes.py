@@ -449,15 +449,54 @@ def test_prompts_that_are_nearly_as_long_as_a_step_run_in_it_one_by_one(model):
     assert [each.n_prefilled for each in jobs] == [60, 60]
 
 
-@pytest.mark.parametrize(("n_held", "n_done"), [(9, [10, 0, 0]), (20, [10, 0, 12]), (35, [10, 15, 12])])
+@pytest.mark.parametrize(("n_held", "n_done"), [(21, [40, 0]), (22, [40, 41])])
 def test_prompts_in_one_pass_hold_none_of_them_for_long(model, n_held, n_done):
-    prompts = [list(range(1, 12)), list(range(20, 36)), list(range(40, 53))]
     seen = Seen(batch_of(model))
-    jobs = [job(prompt, 6) for prompt in prompts]
+    jobs = [job(list(range(start, start + n)), 6) for start, n in ((1, 41), (60, 42))]
     for each in jobs:
         seen.backend.insert(each)
+    # A pass for both has 42 tokens more than one for the first, and one overhead of 20 less than two passes.
     seen.step(StepPlan(500, n_held=n_held, n_overhead=20))
     assert [each.n_prefilled for each in jobs] == n_done
+
+
+def test_a_prompt_with_few_tokens_left_does_not_wait_for_others_in_one_pass(model):
+    prompts = [list(range(60, 100)), list(range(1, 12)), list(range(20, 36)), list(range(40, 53))]
+    seen = Seen(batch_of(model))
+    jobs = [job(prompt, 6) for prompt in prompts]
+    seen.backend.insert(jobs[0])
+    seen.step(StepPlan(30, decodes=False))
+    for each in jobs[1:]:
+        seen.backend.insert(each)
+    seen.step(StepPlan(64, n_held=30, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == [39, 10, 0, 12]
+
+
+def test_prompts_that_ran_in_one_pass_wait_for_no_other(model):
+    seen = Seen(batch_of(model))
+    jobs = [job(list(range(start, start + n)), 6) for start, n in ((1, 11), (20, 13), (60, 56))]
+    for each in jobs:
+        seen.backend.insert(each)
+    seen.step(StepPlan(500, n_held=60, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == [10, 12, 0]
+
+
+def test_what_needs_no_pass_begins_with_those_that_ran_in_one(model):
+    seen = Seen(batch_of(model))
+    prompts = [list(range(1, 42)), list(range(1, 42)), list(range(60, 101))]
+    for prompt in prompts:
+        seen.backend.insert(job(prompt, 6))
+    seen.step(StepPlan(90, n_held=42, n_overhead=20))
+    assert seen.backend.n_decoding == 3
+
+
+def test_every_pass_of_a_step_counts_with_its_overhead(model):
+    seen = Seen(batch_of(model))
+    jobs = [job(list(range(start, start + n)), 6) for start, n in ((1, 11), (60, 41), (130, 46))]
+    for each in jobs:
+        seen.backend.insert(each)
+    seen.step(StepPlan(100, n_overhead=30))
+    assert [each.n_prefilled for each in jobs] == [10, 40, 0]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), RuntimeError("[metal::malloc] no memory")])
@@ -487,10 +526,10 @@ def test_prompts_with_much_in_common_do_not_compute_it_side_by_side(model):
 
 def test_a_prompt_that_is_done_is_held_for_those_alone_that_are_done_soon(model):
     seen = Seen(batch_of(model))
-    first, soon, later = (job(list(range(start, start + n)), 4) for start, n in ((1, 11), (20, 16), (40, 41)))
+    first, soon, later = (job(list(range(start, start + n)), 4) for start, n in ((1, 11), (20, 16), (40, 17)))
     for each in (first, soon, later):
         seen.backend.insert(each)
-    # 10, 15 and 40 tokens, and 20 may follow the first.
+    # 10, 15 and 16 tokens, and 20 may follow the first.
     seen.step(StepPlan(500, n_held=20))
     assert [each.n_prefilled for each in (first, soon, later)] == [10, 15, 0]
     assert seen.backend.n_decoding == 2

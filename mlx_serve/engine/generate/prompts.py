@@ -42,8 +42,8 @@ _OF_MLX = (MemoryError, RuntimeError)
 class Prompts:
     """The prompts of one model: ``waiting`` ones, begun or not, in the order of their arrival, and ``prefilled`` ones.
 
-    The prompt tokens of every other step go to the prompt with the fewest tokens left, those of the others to the
-    oldest prompt. So a long prompt advances beside short ones and delays none of them.
+    Every other step begins with the prompt that has the fewest tokens left, the others with the oldest prompt. So a
+    long prompt advances beside short ones, which have the other steps.
 
     ``decoding``: a view of the sequences in the batch; ``copy`` copies the first so many tokens of a row's cache (None:
     all). ``max_begun``: how many prompts may be on the way at a time. ``model``: what runs prompts.
@@ -117,13 +117,18 @@ class Prompts:
         most_held = math.inf if n_held is None else n_held
         # Each part of a prompt costs a full pass through the model, however small it is.
         least = max(1, n_tokens // 2)
-        together = self._chosen(n_tokens, n_overhead, most_held)
+        ready = self._ready()
+        together = self._chosen(ready, n_tokens, n_overhead, most_held)
         self._is_first_s_turn = not self._is_first_s_turn
-        if self._is_first_s_turn and (ready := self._ready()) and ready[0] not in together:
-            n_tokens -= self._feed(ready[0], n_tokens, events)
-            together = self._chosen(n_tokens, n_overhead, most_held)
-        n_together = self._feed_together(together, events) if together else 0
-        self._feed_each(n_tokens - n_together, least, most_held - n_together, events)
+        first = ready[0] if ready and self._is_first_s_turn else min(ready, key=_n_left, default=None)
+        if first is not None and first not in together:
+            n_tokens -= _cost(self._feed(first, n_tokens, events), n_overhead)
+            together = self._chosen(self._ready(), n_tokens, n_overhead, most_held)
+        if together:
+            n_tokens -= self._feed_together(together, events) + n_overhead
+            # They have held each other already.
+            most_held = 0
+        self._feed_each(n_tokens, n_overhead, least, most_held, events)
         return events
 
     def _ready(self) -> list[RunningSequence]:
@@ -134,22 +139,26 @@ class Prompts:
         self._sharing.update(self.waiting, [*self.prefilled, *self._decoding])
         return [p for p in self.waiting if p.cache is not None or (p.loading is None and not self._sharing.waits(p))]
 
-    def _feed_each(self, n_tokens: int, least: int, n_held: float, events: list[tuple[Job, Event]]) -> None:
+    def _feed_each(
+        self, n_tokens: int, n_overhead: int, least: int, n_held: float, events: list[tuple[Job, Event]]
+    ) -> None:
         """Run prompts one by one. Once one is done, the others run at most ``n_held`` tokens.
 
-        No part of a prompt has fewer than ``least`` tokens, but for its last one.
+        No pass has fewer than ``least`` tokens, but for those that finish a prompt.
         """
         while ready := self._ready():
-            soonest = min(ready, key=lambda prompt: prompt.n_left)
-            if n_tokens < least and n_tokens * _STRETCH < soonest.n_left:
+            soonest = min(ready, key=_n_left)
+            n_left = soonest.n_left
+            is_too_long = n_tokens < least and n_tokens * _STRETCH < n_left
+            if n_left and (is_too_long or (self.prefilled and n_held < n_left)):
                 break
             if self.prefilled:
-                if n_held < soonest.n_left:
-                    break
-                n_held -= soonest.n_left
-            n_tokens -= self._feed(soonest, n_tokens, events)
+                n_held -= _cost(n_left, n_overhead)
+            n_tokens -= _cost(self._feed(soonest, max(0, n_tokens), events), n_overhead)
 
-    def _chosen(self, n_tokens: int, n_overhead: int, n_held: float) -> list[RunningSequence]:
+    def _chosen(
+        self, ready: Sequence[RunningSequence], n_tokens: int, n_overhead: int, n_held: float
+    ) -> list[RunningSequence]:
         """Short prompts that are quicker in one pass of at most ``n_tokens`` than in passes of their own.
 
         None of them waits for more than about ``n_held`` tokens of the others.
@@ -157,13 +166,13 @@ class Prompts:
         if not n_overhead or not self._pads:
             return []
         fresh: list[RunningSequence] = []
-        for prompt in self._ready():
+        for prompt in ready:
             is_fresh = prompt.cache is None and not prompt.n_done
             # Prompts that have much in common compute it once, one after the other.
             if is_fresh and 0 < prompt.n_left <= n_tokens // 2 and all(p.common(prompt) < MIN_SHARED for p in fresh):
                 fresh.append(prompt)
         lengths = [prompt.n_left for prompt in fresh]
-        n_before = 0 if self.prefilled else min(lengths, default=0)
+        n_before = 0 if self.prefilled else min(lengths, default=0) + n_overhead
         return [fresh[i] for i in chosen(lengths, n_overhead, min(n_tokens, n_before + n_held))]
 
     def _feed_together(self, prompts: Sequence[RunningSequence], events: list[tuple[Job, Event]]) -> int:
@@ -266,6 +275,15 @@ class Prompts:
             return None
         prompt.trail.kept = up_to(checkpoints, prompt.n_done)
         return shared
+
+
+def _n_left(prompt: RunningSequence) -> int:
+    return prompt.n_left
+
+
+def _cost(n_tokens: int, n_overhead: int) -> int:
+    """What is left of a step's tokens is this much less after a pass: the next one has an overhead too."""
+    return n_tokens + n_overhead if n_tokens else 0
 
 
 def attempt(loaded: Loaded, job: Job, work: Callable[[], T]) -> T | Failed:
