@@ -26,8 +26,8 @@ class StepPlan:
     """What a step does: it runs up to ``n_tokens`` prompt tokens, and may then decode one token of each stream.
 
     ``n_held``: once a prompt is done, the step runs at most so many tokens of others before it decodes; None: any.
-    ``n_overhead``: how many tokens take as long as a pass's overhead. ``max_spare``: see ``Backend``. ``n_drafts``: how
-    many tokens it drafts for each stream.
+    ``n_overhead``: how many tokens take as long as a pass's overhead, which each pass after the first costs as well.
+    ``max_spare``: see ``Backend``. ``n_drafts``: how many tokens it drafts for each stream.
     """
 
     n_tokens: int

@@ -472,13 +472,15 @@ def test_a_prompt_with_few_tokens_left_does_not_wait_for_others_in_one_pass(mode
     assert [each.n_prefilled for each in jobs] == [39, 10, 0, 12]
 
 
-def test_prompts_that_ran_in_one_pass_wait_for_no_other(model):
+@pytest.mark.parametrize(("n_held", "n_done"), [(68, [10, 12, 0]), (69, [10, 12, 55])])
+def test_prompts_in_one_pass_are_held_by_each_other_and_by_the_next(model, n_held, n_done):
     seen = Seen(batch_of(model))
     jobs = [job(list(range(start, start + n)), 6) for start, n in ((1, 11), (20, 13), (60, 56))]
     for each in jobs:
         seen.backend.insert(each)
-    seen.step(StepPlan(500, n_held=60, n_overhead=20))
-    assert [each.n_prefilled for each in jobs] == [10, 12, 0]
+    # The pass for two has 24 tokens, 14 more than the first needs.
+    seen.step(StepPlan(500, n_held=n_held, n_overhead=20))
+    assert [each.n_prefilled for each in jobs] == n_done
 
 
 def test_what_needs_no_pass_begins_with_those_that_ran_in_one(model):

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from mlx_serve.engine.backend import NO_GAP, StepPlan
 from mlx_serve.engine.generate.pass_cost import PassCost
 
+# A step may exceed its tokens by this factor to finish a prompt. The rest would need another pass through the model.
+STRETCH = 1.25
 # The tokens of a step before the cost of a pass is known: few enough for the slowest machine.
 _FIRST_TOKENS = 64
 _LEAST_TOKENS = 16
@@ -49,16 +51,16 @@ class PrefillBudget:
         ``gap_s``: how long one prompt may hold streams up; NO_GAP if there are none. Only the model's own streams may
         wait longer. Without any, another model's streams may be the ones that wait.
         """
-        if not n_left:
-            return StepPlan(self.tokens(gap_s))
         slice_s, n_held, n_overhead = self._slice_s(gap_s), self._cost.tokens(_MOST_HELD_S), self._cost.overhead_tokens
+        if not n_left:
+            return StepPlan(self.tokens(gap_s), n_held=n_held, n_overhead=n_overhead)
         if not n_decoding:
             return StepPlan(self._tokens(slice_s), n_held=n_held, n_overhead=n_overhead)
         share = min(max(_LEAST_SHARE, _LEAST_SHARE * _CROWD * len(n_left) / n_decoding), _MOST_SHARE)
         left_s = max(slice_s, share * self._decode_s) - self._since_s
         step_s = min(max(left_s, slice_s), max(slice_s, _STEP_S))
         n_tokens = self._tokens(step_s)
-        return StepPlan(n_tokens, left_s <= step_s or min(n_left) <= n_tokens, n_held, n_overhead)
+        return StepPlan(n_tokens, left_s <= step_s or min(n_left) <= n_tokens * STRETCH, n_held, n_overhead)
 
     def tokens(self, gap_s: float) -> int:
         """How many tokens take about ``gap_s`` seconds, or their share of a step's time if that is more."""

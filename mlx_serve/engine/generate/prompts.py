@@ -21,7 +21,7 @@ from mlx_serve.engine.cache.kinds import always_trims
 from mlx_serve.engine.cache.prefixes import PromptPlace, is_whole
 from mlx_serve.engine.generate.draft_model import Paired
 from mlx_serve.engine.generate.prefill import prefill
-from mlx_serve.engine.generate.prefill_budget import PrefillBudget
+from mlx_serve.engine.generate.prefill_budget import STRETCH, PrefillBudget
 from mlx_serve.engine.generate.row import Row
 from mlx_serve.engine.generate.sequence import Reusable, RunningSequence
 from mlx_serve.engine.generate.sharing import MIN_SHARED, Sharing
@@ -33,8 +33,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A step may exceed its size by so many tokens to finish a prompt. The rest would need another pass through the model.
-_STRETCH = 1.25
 # MLX raises these when it can't allocate a buffer, and for any other failure while a pass is computed.
 _OF_MLX = (MemoryError, RuntimeError)
 
@@ -43,7 +41,7 @@ class Prompts:
     """The prompts of one model: ``waiting`` ones, begun or not, in the order of their arrival, and ``prefilled`` ones.
 
     Every other step begins with the prompt that has the fewest tokens left, the others with the oldest prompt. So a
-    long prompt advances beside short ones, which have the other steps.
+    long prompt advances beside short ones, which have the other steps. Short ones may share a pass.
 
     ``decoding``: a view of the sequences in the batch; ``copy`` copies the first so many tokens of a row's cache (None:
     all). ``max_begun``: how many prompts may be on the way at a time. ``model``: what runs prompts.
@@ -125,9 +123,10 @@ class Prompts:
             n_tokens -= _cost(self._feed(first, n_tokens, events), n_overhead)
             together = self._chosen(self._ready(), n_tokens, n_overhead, most_held)
         if together:
-            n_tokens -= self._feed_together(together, events) + n_overhead
-            # They have held each other already.
-            most_held = 0
+            n_alone = self._n_unheld(together, n_overhead)
+            cost = _cost(self._feed_together(together, events), n_overhead)
+            n_tokens -= cost
+            most_held -= max(0, cost - n_alone)
         self._feed_each(n_tokens, n_overhead, least, most_held, events)
         return events
 
@@ -144,17 +143,17 @@ class Prompts:
     ) -> None:
         """Run prompts one by one. Once one is done, the others run at most ``n_held`` tokens.
 
-        No pass has fewer than ``least`` tokens, but for those that finish a prompt.
+        What is left of a step is not spent on a part of a prompt that is shorter than ``least``.
         """
         while ready := self._ready():
             soonest = min(ready, key=_n_left)
-            n_left = soonest.n_left
-            is_too_long = n_tokens < least and n_tokens * _STRETCH < n_left
-            if n_left and (is_too_long or (self.prefilled and n_held < n_left)):
+            n_left, holds = soonest.n_left, bool(self.prefilled)
+            is_too_long = n_tokens < least and n_tokens * STRETCH < n_left
+            if n_left and (is_too_long or (holds and n_held < n_left)):
                 break
-            if self.prefilled:
-                n_held -= _cost(n_left, n_overhead)
-            n_tokens -= _cost(self._feed(soonest, max(0, n_tokens), events), n_overhead)
+            cost = _cost(self._feed(soonest, n_tokens if n_left else 0, events), n_overhead)
+            n_tokens -= cost
+            n_held -= cost if holds else 0
 
     def _chosen(
         self, ready: Sequence[RunningSequence], n_tokens: int, n_overhead: int, n_held: float
@@ -171,9 +170,12 @@ class Prompts:
             # Prompts that have much in common compute it once, one after the other.
             if is_fresh and 0 < prompt.n_left <= n_tokens // 2 and all(p.common(prompt) < MIN_SHARED for p in fresh):
                 fresh.append(prompt)
-        lengths = [prompt.n_left for prompt in fresh]
-        n_before = 0 if self.prefilled else min(lengths, default=0) + n_overhead
-        return [fresh[i] for i in chosen(lengths, n_overhead, min(n_tokens, n_before + n_held))]
+        most = min(n_tokens, self._n_unheld(fresh, n_overhead) + n_held)
+        return [fresh[i] for i in chosen([prompt.n_left for prompt in fresh], n_overhead, most)]
+
+    def _n_unheld(self, prompts: Sequence[RunningSequence], n_overhead: int) -> int:
+        """How much of a pass for these prompts holds nobody: what the shortest of them would cost alone."""
+        return 0 if self.prefilled else _cost(min(map(_n_left, prompts), default=0), n_overhead)
 
     def _feed_together(self, prompts: Sequence[RunningSequence], events: list[tuple[Job, Event]]) -> int:
         """Run short prompts in one pass, and return how many tokens ran."""
@@ -210,7 +212,7 @@ class Prompts:
     def _advance(self, prompt: RunningSequence, n_tokens: int, events: list[tuple[Job, Event]]) -> int:
         """Run up to ``n_tokens`` of a prompt and return how many ran. The last token is left for the batch."""
         cache = prompt.cache if prompt.cache is not None else self._begin(prompt, events)
-        if prompt.n_left <= min(n_tokens * _STRETCH, self._budget.step_size):
+        if prompt.n_left <= min(n_tokens * STRETCH, self._budget.step_size):
             n_tokens = prompt.n_left
         end = min(prompt.trail.end(prompt.n_done, n_tokens), len(prompt.ids) - 1)
         n = end - prompt.n_done
