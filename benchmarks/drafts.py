@@ -114,7 +114,7 @@ class Result:
         return _ratios([(a.tokens / a.seconds, b.tokens / b.seconds) for a, b in self._with_total()])
 
     def streams(self) -> str:
-        """The same of a stream after its first text, which drafts do not hasten."""
+        """The same of a stream after its first text: without the time for the prompt, which drafts do not shorten."""
         return _ratios([(a.tokens / a.streaming_s, b.tokens / b.streaming_s) for a, b in self._with_total()])
 
     def processor(self) -> str:

@@ -38,6 +38,7 @@ from benchmarks import children
 from benchmarks.options import parse
 from mlx_serve.commands.bench.progress import note
 from mlx_serve.engine.cache.kinds import packed, unpacked
+from mlx_serve.engine.generate.drafts import n_common
 from mlx_serve.engine.generate.prefill import prefill
 
 _BITS = 8
@@ -84,7 +85,7 @@ def effect(model: Any, ids: Sequence[int], n_tokens: int, n_turns: int, eos: set
         len(ids),
         _divergence(right, changed),
         _divergence(right, changed_often),
-        n_same(*answers),
+        n_common(*answers),
         answers[0] == answers[1],
         sum(layer.nbytes for layer in unpacked(small)),
         sum(layer.nbytes for layer in small),
@@ -107,11 +108,6 @@ def _answer(model: Any, cache: list[Any], tokens: list[int], n: int, eos: set[in
         tokens = [int(row.argmax())]
         answer += tokens
     return answer
-
-
-def n_same(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many leading tokens or characters are the same."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def table(effects: Sequence[Effect], n_turns: int) -> str:

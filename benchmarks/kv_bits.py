@@ -29,12 +29,13 @@ from statistics import mean
 from benchmarks import children
 from benchmarks.asking import ask, figures
 from benchmarks.children import Server
-from benchmarks.kept_bits import n_same, passages
+from benchmarks.kept_bits import passages
 from benchmarks.machine import warnings, watch_others
 from benchmarks.options import parse
 from benchmarks.prompts import Messages
 from benchmarks.report import spread
 from mlx_serve.commands.bench.progress import note
+from mlx_serve.engine.generate.drafts import n_common
 
 _POLL_S = 0.05
 
@@ -96,7 +97,7 @@ def _watched(server: Server) -> Iterator[list[int]]:
 
 
 def _agreement(text: str, other: str) -> float:
-    return n_same(text, other) / max(1, len(text), len(other))
+    return n_common(text, other) / max(1, len(text), len(other))
 
 
 def report(result: Result, bits: int, n_clients: int) -> str:

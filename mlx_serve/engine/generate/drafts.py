@@ -237,8 +237,8 @@ class _Text:
                 self._place, self._n_matched = position, n
 
 
-def n_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two sequences have in common at their start."""
+def n_common(tokens: Sequence[object], others: Sequence[object]) -> int:
+    """How many tokens (or characters) two sequences have in common at their start."""
     pairs = zip(tokens, others, strict=False)
     return next((n for n, (token, other) in enumerate(pairs) if token != other), min(len(tokens), len(others)))
 
